@@ -8,4 +8,15 @@ everything started by a process; `standard_streams` opens closed standard stream
 and processes of the container.
 """
 
+import sys
+from importlib.util import find_spec
+
 __version__ = "0.1.0"
+
+if sys.argv[:1] == ["-m"] and find_spec("msgspec") is None:  # `python -m areal_rloo...` with another Python
+    print(  # noqa: T201 - nothing of the package can be imported
+        f"error: {sys.executable} lacks the packages of areal_rloo; use .venv/bin/python, which `make quickstart` "
+        "makes, or install the package with this Python (README.md)",
+        file=sys.stderr,
+    )
+    raise SystemExit(2)

@@ -28,6 +28,7 @@ ArealRlooError
 """
 
 import inspect
+import re
 import sys
 import sysconfig
 import traceback
@@ -36,6 +37,7 @@ from pathlib import Path
 
 _MOST_SUMMARY, _MOST_TRACEBACK = 500, 4000  # characters
 _MOST_LINE, _MOST_SHOWN = 2000, 100  # characters
+_LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")
 # Beginnings of the names of files by other authors than the user.
 _NOT_OF_THE_USER = (
     "<",
@@ -188,8 +190,11 @@ class UnsavedError(TrainingError):
 
 
 def shown(value: object) -> str:
-    """Show a value in an error: a text as it is, else the representation; shortened, without line breaks."""
-    text = _in_one_line(value if isinstance(value, str) else repr(value))
+    """Show a value in an error: a text as it is, else the representation; shortened, without line breaks.
+
+    `***` stands for the name and the password in a URL.
+    """
+    text = _in_one_line(_LOGIN.sub("***@", value if isinstance(value, str) else repr(value)))
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 

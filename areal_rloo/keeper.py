@@ -4,12 +4,13 @@
       output ◄─ bounded ◄─┴───────────────┘
 
 The output and the errors of the command go through the keeper to the keeper's output, in bounded amounts: the code of a
-user may print without end. The keeper reads all of it, so printing never blocks the command.
+user may print without end. The keeper reads all of it, so printing never blocks the command. A program that we trust (a
+server) may write without the keeper.
 
-The keeper kills all descendants when the command ends, when the starting thread ends, or on SIGTERM. Linux passes every
-orphan below the keeper on to the keeper (a "child subreaper"), so a new session or a double fork hides no process. If
-the keeper itself is killed, the command ends, and other processes live on. A process of another user, or started by
-another service for the command (systemd, docker, at), is out of reach.
+The keeper kills all descendants when the command ends, when the starting thread ends, or on SIGTERM and signals like
+it. Linux passes every orphan below the keeper on to the keeper (a "child subreaper"), so a new session or a double fork
+hides no process. If the keeper itself is killed, the command ends, and other processes live on. A process of another
+user, or started by another service for the command (systemd, docker, at), is out of reach.
 
 Run by path, without this package and `site`, so a keeper starts in milliseconds and needs little memory.
 """
@@ -33,19 +34,24 @@ _MOST_BYTES = 1 << 20  # of output at once; the rest is left out
 _BYTES_PER_S = 1 << 10  # of output, on average
 _PIECE_BYTES = 1 << 16
 _INPUT, _OUTPUT, _ERRORS = 0, 1, 2
-_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
+_BOUNDED = "bounded"
+_ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # by default, all end a process
+_SIGNALS = (*_ENDS, signal.SIGCHLD)
 
 
-def kept(command: Sequence[str]) -> tuple[str, ...]:
-    """Wrap a command, to be started by this process; other systems than Linux have no keepers."""
+def kept(command: Sequence[str], *, bounded: bool = True) -> tuple[str, ...]:
+    """Wrap a command, to be started by this process; other systems than Linux have no keepers.
+
+    `bounded`: the output goes through the keeper.
+    """
     if sys.platform != "linux":
         return tuple(command)
-    return (sys.executable, "-I", "-S", __file__, str(os.getpid()), *command)
+    return (sys.executable, "-I", "-S", __file__, str(os.getpid()), _BOUNDED if bounded else "whole", *command)
 
 
 def main() -> None:
     """Start the command; exit with the command's code after everything has ended."""
-    starter, command = int(sys.argv[1]), sys.argv[2:]
+    starter, bounded, command = int(sys.argv[1]), sys.argv[2] == _BOUNDED, sys.argv[3:]
     libc = ctypes.CDLL(None)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
@@ -55,9 +61,10 @@ def main() -> None:
     outlet, inlet = os.pipe()
     keeper, child = os.getpid(), os.fork()
     if child == 0:
-        os.dup2(inlet, _OUTPUT)
-        os.dup2(inlet, _ERRORS)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        if bounded:
+            os.dup2(inlet, _OUTPUT)
+            os.dup2(inlet, _ERRORS)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
         if os.getppid() != keeper:
             os._exit(1)
@@ -65,10 +72,11 @@ def main() -> None:
     os.dup2(outlet, _INPUT)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the starter waits for the end of a socket of the command
     copied = _thread.allocate_lock()
-    copied.acquire()
-    _thread.start_new_thread(_copy_output, (copied,))
+    if bounded:
+        copied.acquire()
+        _thread.start_new_thread(_copy_output, (copied,))
     status = None
-    while status is None and signal.sigwait(_SIGNALS) != signal.SIGTERM:
+    while status is None and signal.sigwait(_SIGNALS) == signal.SIGCHLD:
         status, _ = _reaped(child)
     status = _kill_descendants(child, status)
     copied.acquire(timeout=_LAST_OUTPUT_S)

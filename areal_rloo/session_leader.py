@@ -69,11 +69,15 @@ class SessionLeader:
 
 
 def _lives(session: int) -> bool:
-    """Return whether a process of a session still runs. A zombie has ended, and has no memory."""
+    """Return whether a process of a session still runs.
+
+    A zombie has no memory, unless only the first of several threads has ended.
+    """
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            state, _, _, number, *_ = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            if int(number) == session and state not in "ZX":
+            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            state, number, num_threads = fields[0], int(fields[3]), int(fields[17])
+            if number == session and (state not in "ZX" or num_threads > 1):
                 return True
     return False
 

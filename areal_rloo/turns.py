@@ -10,10 +10,11 @@ the open file: a child that the user's code forked does not keep the turn of a d
 
 The learner has the turn only during a step, and an engine answers every request without computation while it waits: so
 neither waits for the other in a circle. An engine that does not give the turn in time (it hangs, or has a SIGSTOP)
-costs the learner a limited time; then the step computes beside the engine. A server that starts has no memory to free
-before it answers, and a step beside it could have too little: the engine locks `starting` meanwhile, and the learner's
-patience begins afterwards, within the time limit of a start; after a missed turn, there is no such wait. A wait of an
-engine ends with the step, or with the learner's process.
+costs the learner a limited time; then the step computes beside the engine. Some work of an engine takes longer, and has
+time limits of its own: a server starts, takes weights, falls asleep. A step beside such work could have too little
+memory. So the engine says again and again that it is busy (the time of the file `busy`), and the learner's patience
+counts from the last word, within a limit for the whole wait. A stopped process says nothing. A wait of an engine ends
+with the step, or with the learner's process.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ LOOK_EVERY_S = 0.005  # an engine looks for the learner's wish, or for the end o
 _POLL_S = 0.001
 PATIENCE_S = 60.0  # far more than a decode step, and a prefill between two steps
 _SHORT_PATIENCE_S = 5.0  # after an engine kept the turn: until the learner gets a turn again
+_BUSY_EVERY_S = 0.25  # far less than the patience
 _SAY_EVERY_S = 30.0
+_FROZEN_S = 0.5  # a later look than this: this process stood still
 _FLOCK = struct.Struct("@hhqqi0q")  # struct flock of Linux: type, whence, start, length, process
 
 
@@ -69,57 +72,63 @@ class LearnerTurn:
         free: Callable[[], None],
         tell: Callable[[bool], None] = lambda computes: None,
         patience_s: float = PATIENCE_S,
-        start_s: float = 0.0,
-        hurries: Callable[[], bool] = lambda: False,
+        busy_s: float = math.inf,
+        drain_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
         """Open the files of the run, on this host.
 
         Args:
             free: called at the end of a turn, to free memory of the devices.
             tell: called with True when the engines begin to wait, and with False afterwards.
-            patience_s: how long to wait for an engine.
-            start_s: how long to wait for the start of an engine's server before `patience_s` begins.
-            hurries: if true, `patience_s` counts during a start, too.
+            patience_s: how long to wait for an engine, from its last word that it is busy.
+            busy_s: limit for the whole wait.
+            drain_s: limit for the whole wait now; the end of a run may not take as long.
 
         Raises:
             PreflightError: the files cannot be made.
         """
         self._files = _Files(run_folder)
-        self._free, self._tell, self._hurries = free, tell, hurries
-        self._patience_s, self._start_s = patience_s, start_s
+        self._free, self._tell, self._drain_s = free, tell, drain_s
+        self._patience_s, self._busy_s = patience_s, busy_s
         self._is_patient = True  # no engine was late the last time
         self._num_taken = self._num_missed = 0
         self._waited_s = 0.0
 
     def __enter__(self) -> None:
-        began_s = since_s = said_s = time.monotonic()
+        entered_s = began_s = since_s = said_s = looked_s = time.monotonic()
+        word = self._files.last_busy()
         self._tell(True)
-        timeout_s = self._patience_s if self._is_patient else min(_SHORT_PATIENCE_S, self._patience_s)
-        start_s = self._start_s if self._is_patient else 0.0
+        patience_s = self._patience_s if self._is_patient else min(_SHORT_PATIENCE_S, self._patience_s)
 
         def has_turn() -> bool:
             self._files.wanted.lock(fcntl.LOCK_EX)  # again and again: the learner before may not be quite dead
             return self._files.turn.lock(fcntl.LOCK_EX)
 
         def is_late() -> bool:
-            nonlocal since_s, said_s
+            nonlocal began_s, since_s, said_s, looked_s, word
             now_s = time.monotonic()
-            if now_s - began_s < start_s and self._files.starting.is_locked(shared=True) and not self._hurries():
-                since_s = now_s
-                if now_s - said_s >= _SAY_EVERY_S:
-                    said_s = now_s
-                    logger.info("the step has waited %.0f s for the start of an engine's server", now_s - began_s)
-            return now_s - since_s > timeout_s
+            # Frozen with the engine, as in a paused container. A part counts, so a process with few cycles has limits.
+            if (frozen_s := now_s - looked_s - _FROZEN_S) > 0:
+                began_s, since_s = began_s + frozen_s, since_s + frozen_s
+            looked_s = now_s
+            if (newest := self._files.last_busy()) != word:
+                word, since_s = newest, now_s
+            if now_s - said_s >= _SAY_EVERY_S:
+                said_s = now_s
+                busy = "is busy (its server starts, takes weights or falls asleep)" if since_s > began_s else "computes"
+                logger.info("the step has waited %.0f s for an engine that %s", now_s - began_s, busy)
+            return now_s - since_s > patience_s or now_s - began_s > min(self._busy_s, self._drain_s())
 
         self._is_patient = wait_until(has_turn, timeout_s=math.inf, look_every_s=_POLL_S, stops=is_late)
-        self._waited_s += time.monotonic() - began_s
+        waited_s = time.monotonic() - entered_s
+        self._waited_s += waited_s
         self._num_taken += self._is_patient
         self._num_missed += not self._is_patient
         if not self._is_patient:
             logger.error(
                 "an engine has not given the device for %.0f s (rollout.share_devices=in_turns): the step computes "
                 "beside the engine; see the logs of the workers",
-                timeout_s,
+                waited_s,
             )
 
     def __exit__(
@@ -148,12 +157,12 @@ class EngineTurn:
             PreflightError: the files cannot be made.
         """
         self.held = False
-        self._starts = False
         self.num_given = 0
         self.waited_s = 0.0  # with requests, for the end of a step
         self._files = _Files(run_folder)
-        self._looked_s = self._said_s = 0.0
+        self._looked_s = self._said_s = self._was_busy_s = 0.0
         self._waits_since_s: float | None = None
+        self._counts_since_s: float | None = None
 
     def is_wanted(self) -> bool:
         """Return True if the learner wants the devices. Looks at most every LOOK_EVERY_S; False in between."""
@@ -163,22 +172,25 @@ class EngineTurn:
         self._looked_s = now_s
         return self._files.wanted.is_locked()
 
-    def take(self, *, waits: bool = True) -> bool:
-        """Take the turn if no learner wants the devices; return at once. `waits`: the engine has requests."""
+    def take(self, *, has_requests: bool = True) -> bool:
+        """Take the turn if no learner wants the devices; return at once. Only a wait with requests is counted."""
         now_s = time.monotonic()
         if not self._files.wanted.is_locked() and self._files.turn.lock(fcntl.LOCK_SH):
             self.held = True
-            if self._waits_since_s is not None:
-                self.waited_s += now_s - self._waits_since_s
-            self._waits_since_s = None
-        elif not waits:
-            self._waits_since_s = None
-        elif self._waits_since_s is None:
+            if self._counts_since_s is not None:
+                self.waited_s += now_s - self._counts_since_s
+            self._waits_since_s = self._counts_since_s = None
+            return True
+        if self._waits_since_s is None:
             self._waits_since_s = self._said_s = now_s
-        elif now_s - self._said_s >= _SAY_EVERY_S:
+        if not has_requests:
+            self._counts_since_s = None
+        elif self._counts_since_s is None:
+            self._counts_since_s = now_s
+        if now_s - self._said_s >= _SAY_EVERY_S:
             self._said_s = now_s
             logger.info("the engine has waited %.0f s for the end of the learner's step", now_s - self._waits_since_s)
-        return self.held
+        return False
 
     def give(self) -> None:
         """Give the turn to the learner; the engine has freed its memory."""
@@ -186,14 +198,16 @@ class EngineTurn:
         self.num_given += 1
         self._files.turn.unlock()
 
-    def says_start(self, starts: bool) -> None:
-        """Say whether a server of this engine starts, so that the learner waits for as long as the start takes."""
-        if starts != self._starts:
-            self._starts = starts
-            if starts:
-                self._files.starting.lock(fcntl.LOCK_SH)
-            else:
-                self._files.starting.unlock()
+    def says_busy(self) -> None:
+        """Tell a waiting learner that this engine does work with a time limit, before it can give the turn.
+
+        To be called again and again meanwhile, from the thread that does the work: so a process that hangs says
+        nothing.
+        """
+        now_s = time.monotonic()
+        if now_s - self._was_busy_s >= _BUSY_EVERY_S:
+            self._was_busy_s = now_s
+            self._files.now_busy()
 
     def close(self) -> None:
         self.held = False
@@ -217,13 +231,9 @@ class _Lock:
     def unlock(self) -> None:
         fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
 
-    def is_locked(self, *, shared: bool = False) -> bool:
-        """Return True if another process has the lock alone, or at all if `shared`.
-
-        A look locks nothing, wherever the process is stopped.
-        """
-        kind = fcntl.F_WRLCK if shared else fcntl.F_RDLCK  # could this process have the lock alone, or share it?
-        asked = _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0)
+    def is_locked(self) -> bool:
+        """Return True if another process has the lock alone. A look locks nothing, wherever the process is stopped."""
+        asked = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)  # could this process share the lock?
         answer, *_ = _FLOCK.unpack(fcntl.fcntl(self._descriptor, fcntl.F_GETLK, asked))
         return bool(answer != fcntl.F_UNLCK)
 
@@ -236,16 +246,24 @@ class _Files:
         self._descriptors: list[int] = []
         try:
             self._folder = SharedFolder(f"turns-{name}")
-            self.turn, self.wanted, self.starting = (self._open(name) for name in ("turn", "wanted", "starting"))
+            self.turn, self.wanted = (_Lock(self._open(name)) for name in ("turn", "wanted"))
+            self._busy = self._open("busy")
         except OSError as error:
             raise PreflightError(
                 f"rollout.share_devices: in_turns needs a folder in memory: {error}; free memory there if it is full, "
                 "remove the folder if another user made it, or set rollout.share_devices=auto"
             ) from error
 
-    def _open(self, name: str) -> _Lock:
+    def now_busy(self) -> None:
+        os.utime(self._busy)
+
+    def last_busy(self) -> int:
+        """When an engine of the run was busy, in nanoseconds: only to be compared with an earlier answer."""
+        return os.fstat(self._busy).st_mtime_ns
+
+    def _open(self, name: str) -> int:
         self._descriptors.append(self._folder.open(name))
-        return _Lock(self._descriptors[-1])
+        return self._descriptors[-1]
 
     def close(self) -> None:
         while self._descriptors:

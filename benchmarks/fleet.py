@@ -5,8 +5,8 @@ train step takes no time. Synthetic workers (`fleet_workers.py`) live in another
 samples for each worker, at least 64. The named alternative, `raw`, is a ROUTER that acknowledges every message of as
 many DEALERs: the same bytes in each message, and nothing is decoded or recorded. `half` is the wait from the end of a
 sample to its acknowledgement at half of the full rate; `faults` is likewise, with 2 % failed samples and a worker that
-dies each second. The medians of all windows are in the line of facts. Both ends share two cores: `intake_busy` and
-`workers_busy` tell which end is the limit.
+dies each second; `quarter` is at a quarter of the full rate. The medians of all windows are in the line of facts. Both
+ends share two cores: `intake_busy` and `workers_busy` tell which end is the limit.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def cases(quick: bool) -> Generator[Case]:
         if num_workers != _WITH_LATENCY and not quick:
             continue
         fleet.facts = {}
-        latencies = {"half": fleet.half, "faults": fleet.faults}
+        latencies = {"half": fleet.half, "faults": fleet.faults, "quarter": fleet.quarter}
         yield Case(f"latency_{num_workers}", "ms", latencies, [("faults", "half")], 2 * rounds - 1, facts=fleet.facts)
     logging.disable(logging.NOTSET)
 
@@ -96,15 +96,20 @@ class Fleet:
 
     def half(self) -> float:
         """Return the median wait for an acknowledgement at half of the full rate, in ms."""
-        return self._served("half", rate=self._half_rate).p50_ms
+        return self._served("half", rate=self._rate(1 / 2)).p50_ms
 
     def faults(self) -> float:
         """Return likewise with failed samples and deaths."""
-        return self._served("faults", rate=self._half_rate, **_FAULTS).p50_ms
+        return self._served("faults", rate=self._rate(1 / 2), **_FAULTS).p50_ms
 
-    @property
-    def _half_rate(self) -> float:
-        return statistics.median(window.samples_per_s for window in self._windows["full"]) / 2 / self._num_workers
+    def quarter(self) -> float:
+        """Return likewise at a quarter of the full rate."""
+        return self._served("quarter", rate=self._rate(1 / 4)).p50_ms
+
+    def _rate(self, share: float) -> float:
+        """Return a share of the full rate, of each worker."""
+        full = statistics.median(window.samples_per_s for window in self._windows["full"])
+        return share * full / self._num_workers
 
     def _served(self, name: str, **load: float) -> Served:
         """Measure a window, and keep the medians of all windows of this name as facts."""

@@ -58,7 +58,10 @@ def main() -> None:
     except gpu_wheels.MissingError as error:
         sys.exit(f"error: {error}")
     if arguments.device == "cuda" and (why := _sees_no_gpu(python)):
-        sys.exit(f"error: {why}; see nvidia-smi, or try the check out: --device cpu --small --output FOLDER")
+        sys.exit(
+            f"error: {why}; install a torch with CUDA, see nvidia-smi, or try the check: "
+            "--device cpu --small --output FOLDER"
+        )
     arguments.output.mkdir(parents=True, exist_ok=True)
     path = arguments.output / "gpu_check.json"
     results: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
@@ -75,10 +78,10 @@ def main() -> None:
 
 def _sees_no_gpu(python: str) -> str | None:
     """Return why torch can use no GPU; None if it can."""
-    code = "import torch; torch.zeros(1, device='cuda')"
+    code = "import torch; assert torch.version.cuda, 'it is built for CPUs'; torch.zeros(1, device='cuda')"
     ended = subprocess.run([python, "-c", code], check=False, capture_output=True, text=True)
     said = ended.stderr.strip().splitlines()[-1:] or [f"exit code {ended.returncode}"]
-    return f"torch can use no GPU here: {said[0]}" if ended.returncode else None
+    return f"torch can use no GPU here: {said[0].removeprefix('AssertionError: ')}" if ended.returncode else None
 
 
 def _run(python: str, name: str, options: list[str]) -> dict[str, Any]:

@@ -56,7 +56,8 @@ SETUP = {  # of every experiment, for the result file
 class Job:
     """Describe a run: the name in the table, overrides of quickstart.yaml, seed and staleness.
 
-    `change` may change the learner before the first step, for a method that the package does not have.
+    `model` is a folder; None: the quickstart's tiny model. `change` may change the learner before the first step, for a
+    method that the package does not have.
     """
 
     name: str
@@ -64,6 +65,9 @@ class Job:
     seed: int
     eta: int
     schedule: Literal["fixed", "mixed"] = "fixed"
+    model: str | None = None
+    num_steps: int = NUM_STEPS
+    groups_per_step: int = GROUPS_PER_STEP
     change: Callable[[LearnerRank], None] | None = None
 
 
@@ -124,8 +128,8 @@ def run(job: Job) -> Outcome:
         [
             f"run.seed={job.seed}",
             f"algorithm.max_staleness={job.eta}",
-            f"learner.num_train_steps={NUM_STEPS}",
-            f"learner.groups_per_step={GROUPS_PER_STEP}",
+            f"learner.num_train_steps={job.num_steps}",
+            f"learner.groups_per_step={job.groups_per_step}",
             *job.overrides,
         ],
     )
@@ -136,7 +140,7 @@ class _Loop:
     def __init__(self, config: Config, job: Job) -> None:
         self._config = config
         self._job = job
-        folder = prepare_tiny_model(config).path
+        folder = job.model or prepare_tiny_model(config).path
         tokenizer = load_tokenizer(folder)
         stops = stop_token_ids(folder, tokenizer)
         self._rollout = _Rollout(config, folder, tokenizer, stops)
@@ -157,14 +161,14 @@ class _Loop:
         draw = np.random.default_rng([self._config.run.seed, 1])
         accuracies = [self._rollout.accuracy(published[-1])]
         kls, shares = [], []
-        for version in range(NUM_STEPS):
+        for version in range(self._job.num_steps):
             staleness = self._job.eta if self._job.schedule == "fixed" else int(draw.integers(0, self._job.eta + 1))
             staleness = min(staleness, version)
             prompts = [self._take() for _ in range(self._config.learner.groups_per_step)]
             batch = self._rollout.batch(prompts, published[-1 - staleness], version - staleness, step=version)
             result = self._step.step(batch, policy_version=version)
             published.append(self._weights())
-            if version >= NUM_STEPS // 2:
+            if version >= self._job.num_steps // 2:
                 kls.append(result.numbers["behaviour_kl_k3"])
                 shares.append(result.numbers["effective_sample_share"])
             if (version + 1) % EVALUATE_EVERY == 0:

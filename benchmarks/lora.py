@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def _apart(causal: PreTrainedModel) -> Weights:
-    return named_weights(causal, apart=True)
+    return named_weights(causal, "adapters")  # the engine has the frozen weights from the model's files
 
 
 def _nearest(causal: PreTrainedModel) -> Weights:
@@ -105,7 +105,7 @@ def _stochastic(causal: PreTrainedModel) -> Weights:
 
 def _none(causal: PreTrainedModel) -> Weights:
     adapters = (ADAPTER_DOWN, ADAPTER_UP)
-    return ((name, weight) for name, weight in named_weights(causal, apart=True) if not name.endswith(adapters))
+    return ((name, weight) for name, weight in named_weights(causal, "apart") if not name.endswith(adapters))
 
 
 WAYS: dict[str, Callable[[PreTrainedModel], Weights]] = {

@@ -3,8 +3,8 @@
     python -m benchmarks.trl_peer --trl .venv-trl/bin/python [--output benchmarks/results/trl_peer.json]
 
     speed      samples a second after the first steps, with a learning rate so small that all runs have the same load
-    long_tail  likewise, with lengths of a long tail: the model is random and has 256 tokens, of which one ends a
-               completion, so lengths are geometric with a mean of about 240, at most 1,000; 96 completions a step; the
+    long_tail  likewise, with lengths of a long tail: the model is random and has 258 tokens, of which one ends a
+               completion, so lengths are geometric with a mean of about 250, at most 1,000; 96 completions a step; the
                reward is a coin
     learning   seconds to a greedy held-out accuracy of 0.95, with the learning rate of the quickstart, and the peak of
                memory
@@ -13,7 +13,7 @@
 Each system has both cores: ours a core for each half, TRL both in turn. `synchronous` is ours with `max_staleness=0`
 and both cores for each half: generation and training in turn. Runs are interleaved, and results are medians. The
 seconds leave out the start of the processes. Evaluations count for ours, because the engine decodes them beside the
-training; TRL's clock is stopped meanwhile.
+training; TRL's clock is stopped meanwhile. Each part is written when it has ended, beside the parts of earlier runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ _SPEED_STEPS, _NOT_COUNTED = 16, 4
 _LEARNING_STEPS = 60
 _GOAL = 0.95
 _STILL = 1e-9  # a learning rate
-_NUM_TOKENS = 256
 _LONG_TAIL = ("rollout.sampling.max_new_tokens=1000", "learner.groups_per_step=12")
 _COIN = f"data.train.rewards=[{{function: {Path(__file__).with_name('coin.py')}:coin}}]"
 
@@ -65,36 +64,27 @@ def main() -> None:
     parser.add_argument("--trl", type=Path, required=True, help="a Python that has TRL and areal_rloo")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--parts", nargs="+", default=["speed", "long_tail", "learning"])
-    parser.add_argument("--output")
+    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    config = load_config("quickstart.yaml")
-    model = prepare_tiny_model(config).path
+    model = prepare_tiny_model(load_config("quickstart.yaml")).path
     cores = len(os.sched_getaffinity(0))
     systems: dict[str, System] = {
         "asynchronous": partial(_ours, max(1, cores // 2), 1),
         "synchronous": partial(_ours, cores, 0),
         "trl": partial(_trl, arguments.trl),
     }
-    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        loads = {"speed": (model, ()), "long_tail": (_random_model(model, folder), _LONG_TAIL)}
-        for part in (part for part in loads if part in arguments.parts):
-            result[part] = _speed(systems, *loads[part], arguments.repeats)
-    if "learning" in arguments.parts:
-        seconds: dict[str, list[float | None]] = {name: [] for name in systems}
-        peaks: dict[str, list[float]] = {name: [] for name in systems}
-        for _ in range(arguments.repeats):
-            for name, run in systems.items():
-                points = run(model, (), _LEARNING_STEPS, config.learner.optimizer.learning_rate)
-                reached = (point.seconds for point in points if (point.accuracy or 0.0) >= _GOAL)
-                seconds[name].append(next(reached, None))
-                peaks[name].append(max(point.peak_bytes for point in points))
-                accuracies = [point.accuracy for point in points if point.accuracy is not None]
-                print(f"{name}: {seconds[name][-1]} s to {_GOAL}; {accuracies}", flush=True)
-        peak_gib = {name: round(max(values) / 2**30, 2) for name, values in peaks.items()}
-        result["learning"] = {"seconds_to_goal": seconds, "peak_gib": peak_gib}
-    print(result)
-    hardware.write(arguments.output, result)
+        parts: dict[str, Callable[[], dict[str, Any]]] = {
+            "speed": lambda: _speed(systems, model, (), arguments.repeats),
+            "long_tail": lambda: _speed(systems, _random_model(model, folder), _LONG_TAIL, arguments.repeats),
+            "learning": lambda: _learning(systems, model, arguments.repeats),
+        }
+        for part in arguments.parts:
+            result = {**parts[part](), "commit": hardware.commit(), "date": hardware.now()}
+            print(part, result, flush=True)
+            if arguments.output is not None:
+                before = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
+                hardware.write(arguments.output, {**{one: before[one] for one in parts if one in before}, part: result})
 
 
 def _speed(systems: dict[str, System], model: str, overrides: Sequence[str], repeats: int) -> dict[str, Any]:
@@ -114,11 +104,25 @@ def _speed(systems: dict[str, System], model: str, overrides: Sequence[str], rep
     }
 
 
+def _learning(systems: dict[str, System], model: str, repeats: int) -> dict[str, Any]:
+    rate = load_config("quickstart.yaml").learner.optimizer.learning_rate
+    seconds: dict[str, list[float | None]] = {name: [] for name in systems}
+    peaks: dict[str, list[float]] = {name: [] for name in systems}
+    for _ in range(repeats):
+        for name, run in systems.items():
+            points = run(model, (), _LEARNING_STEPS, rate)
+            reached = (point.seconds for point in points if (point.accuracy or 0.0) >= _GOAL)
+            seconds[name].append(next(reached, None))
+            peaks[name].append(max(point.peak_bytes for point in points))
+            accuracies = [point.accuracy for point in points if point.accuracy is not None]
+            print(f"{name}: {seconds[name][-1]} s to {_GOAL}; {accuracies}", flush=True)
+    return {"seconds_to_goal": seconds, "peak_gib": {n: round(max(values) / 2**30, 2) for n, values in peaks.items()}}
+
+
 def _random_model(tiny: str, folder: str) -> str:
-    """Write a random model of the shape of the tiny model, with more tokens."""
+    """Write a random model of the shape of the tiny model."""
     torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(tiny, vocab_size=_NUM_TOKENS)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny)).save_pretrained(folder)
     AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
     return folder
 

@@ -68,7 +68,7 @@ def bottleneck(load: Load, setup: Setup, *, wait_share: float, idle_share: float
     rank = replace(setup, num_ranks=setup.num_ranks + 1)
     a_worker, a_rank = f"{_next(worker.num_workers)} worker", f"{_next(rank.num_ranks)} learner rank"
     name, waits = bound_by(learner_waits=wait_share, rollouts_wait=idle_share)
-    if name == "bound by turns":
+    if name == "in lockstep":
         depth = min(setup.pipeline_depth, setup.max_staleness) + 1
         deeper = replace(setup, pipeline_depth=depth, max_staleness=max(depth, setup.max_staleness))
         changed = {"max_staleness": setup.max_staleness < depth, "pipeline_depth": setup.pipeline_depth < depth}
@@ -79,9 +79,11 @@ def bottleneck(load: Load, setup: Setup, *, wait_share: float, idle_share: float
         return f"{name}: {waits}; {options} would raise throughput {gained}"
     if name == "balanced":
         gains = f"{gain(worker)}, {a_rank} {gain(rank)}"
-        return f"{name}: {waits}; {a_worker} on free cores or GPUs would raise throughput {gains}"
+        return f"{name}: {waits}; {a_worker}, with more cores or another GPU, would raise throughput {gains}"
     more, changed_setup = (a_worker, worker) if name == "rollout-bound" else (a_rank, rank)
-    return f"{name}: {waits}; {more} on free cores or GPUs would raise throughput {gain(changed_setup)}"
+    if (gained := gain(changed_setup)) == _NOTHING:
+        return f"{name}: {waits}; {more} would bring nothing, by these steps"
+    return f"{name}: {waits}; {more}, with more cores or another GPU, would raise throughput {gained}"
 
 
 def bottleneck_of_run(records: Sequence[Record], config: Config) -> str | None:

@@ -125,3 +125,21 @@ def _summed(values: Sequence[Tensor]) -> list[Sum]:
     totals = torch.stack([each.double().sum() for each in values]).tolist()
     largest = torch.stack([each.max().double() if len(each) else nothing for each in values]).tolist()
     return [Sum(len(each), *numbers) for each, *numbers in zip(values, totals, largest, strict=True)]
+
+
+def describe_advantages(advantages: Tensor, counts: Tensor) -> dict[str, float]:
+    """Describe advantages by field of `TrainRecord`.
+
+    Both are [num]: an advantage counts for so many tokens in the loss.
+    """
+    counted = counts > 0
+    values = advantages[counted].double() if counted.any() else torch.tensor([math.nan])
+    shares = counts[counted].double() / counts.sum() if counted.any() else torch.ones(1)
+    mean = (values * shares).sum()
+    return {
+        "advantage_mean": float(mean),
+        "advantage_std": float(((values - mean).square() * shares).sum().sqrt()),
+        "advantage_min": float(values.min()),
+        "advantage_max": float(values.max()),
+        "advantage_abs_mean": float((values.abs() * shares).sum()),
+    }

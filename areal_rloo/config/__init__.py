@@ -33,7 +33,7 @@ from areal_rloo.config.data import (
 )
 from areal_rloo.config.imports import ENTRY, import_entry, import_function, import_named
 from areal_rloo.config.launcher import LauncherConfig
-from areal_rloo.config.learner import LearnerConfig, LoraConfig, OptimizerConfig
+from areal_rloo.config.learner import MOST_BETA, LearnerConfig, LoraConfig, OptimizerConfig
 from areal_rloo.config.load import check_unique, dump_config, load_config
 from areal_rloo.config.presets import PRESETS
 from areal_rloo.config.rollout import EmbeddedConfig, EpisodeConfig, RolloutConfig, SamplingConfig
@@ -47,10 +47,11 @@ from areal_rloo.config.schema import (
     validate,
 )
 from areal_rloo.config.section import argument_name, is_loopback
-from areal_rloo.config.server import ServerConfig
+from areal_rloo.config.server import ServerConfig, option_number
 
 __all__ = [
     "ENTRY",
+    "MOST_BETA",
     "PRESETS",
     "AdaptiveKLConfig",
     "AlgorithmConfig",
@@ -89,5 +90,6 @@ __all__ = [
     "import_named",
     "is_loopback",
     "load_config",
+    "option_number",
     "validate",
 ]

@@ -179,7 +179,8 @@ def _source_mistakes(key: str, source: ConfiguredSource) -> Iterator[str]:
             if getattr(reward, reader) is None and getattr(reward, name) != getattr(defaults, name):
                 yield f"{key}.rewards.{index}.{name}: nothing reads it without {reader}; leave it out"
         if reward.url is not None:
-            yield from url_mistakes(f"{key}.rewards.{index}.url", reward.url)
+            instead = "and give the worker access by the network: a run sends no password to a reward service"
+            yield from url_mistakes(f"{key}.rewards.{index}.url", reward.url, instead=instead)
         if not _DEVICE.fullmatch(reward.device):
             words = f"expected auto, cpu, cuda or cuda:INDEX, got '{shown(reward.device)}'"
             yield f"{key}.rewards.{index}.device: {words}"

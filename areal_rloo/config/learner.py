@@ -20,7 +20,7 @@ from areal_rloo.config.section import (
     Share,
 )
 
-_MOST_BETA = 0.99  # bfloat16 has 8 bits of precision: adding less than 1/256 of a number has no effect
+MOST_BETA = 0.99  # bfloat16 has 8 bits of precision: adding less than 1/256 of a number has no effect
 
 
 class OptimizerConfig(Section, frozen=True):
@@ -39,12 +39,14 @@ class OptimizerConfig(Section, frozen=True):
 class LoraConfig(Section, frozen=True):
     """Train low-rank adapters instead of the weights (arXiv:2106.09685).
 
-    The embedded engine gets the adapters apart; a server gets merged weights, rounded to `model.dtype`.
+    By default, a version for the embedded engine is the adapters alone, and for a server the merged weights, rounded to
+    `model.dtype`. With `publish: adapters`, the worker of a server gets the adapters and merges them.
     """
 
     rank: PositiveInt = 16
     alpha: PositiveInt = 32  # the adapters' product is scaled by alpha / rank
     targets: tuple[str, ...] | None = None  # names of linear layers; null: all but the head
+    publish: Literal["auto", "adapters", "merged"] = "auto"
 
     def adapts(self, name: str) -> bool:
         """Return True if the linear layers of this name get adapters."""
@@ -96,8 +98,8 @@ def learner_mistakes(learner: LearnerConfig) -> Iterator[str]:
             "learner.optimizer.decay_all: expected false with weight_decay=0, which shrinks nothing, got true; set "
             "learner.optimizer.weight_decay"
         )
-    if learner.optimizer.state_dtype == "bfloat16" and learner.optimizer.betas[1] > _MOST_BETA:
+    if learner.optimizer.state_dtype == "bfloat16" and learner.optimizer.betas[1] > MOST_BETA:
         yield (
-            f"learner.optimizer.betas: expected a second beta of at most {_MOST_BETA} with state_dtype=bfloat16, got "
+            f"learner.optimizer.betas: expected a second beta of at most {MOST_BETA} with state_dtype=bfloat16, got "
             f"{learner.optimizer.betas[1]}; rounding would cancel the updates of the second moment"
         )

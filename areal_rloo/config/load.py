@@ -18,7 +18,7 @@ from areal_rloo.config.areal import translate_file, translate_override
 from areal_rloo.config.presets import expand, forget
 from areal_rloo.config.reading import MOST_BYTES, MOST_KEY, Parsed, parse
 from areal_rloo.config.schema import Config
-from areal_rloo.config.typed import typed
+from areal_rloo.config.typed import auto_keys, typed
 from areal_rloo.errors import ConfigError, shown
 
 _MOST_PARTS = 16  # of the key of an override
@@ -129,6 +129,8 @@ def check_unique(overrides: Sequence[str]) -> None:
 def dump_config(config: Config) -> str:
     """Write the resolved config as YAML; `load_config` reads an equal config back."""
     tree = msgspec.to_builtins(config)
+    for section, key in auto_keys():
+        tree[section][key] = tree[section][key] or "auto"
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
 
 

@@ -183,6 +183,7 @@ _RULES: dict[str, Rule] = {
     **_allowed("learner", "num_minibatches", "schedules count optimizer steps, so warm-up and decay move"),
     **_refused("learner", "lora", "the checkpoint has the weights and moments of this kind of training"),
     **_refused("learner.lora", "rank alpha targets", "the adapters in the checkpoint have these shapes and scales"),
+    **_allowed("learner.lora", "publish", _ROUNDING),
     **_exact("learner", "max_skipped_steps collective_timeout_s peak_flops"),
     **_allowed("learner.optimizer", "learning_rate", "the moments go on"),
     **_allowed("learner.optimizer", "betas eps weight_decay decay_all max_grad_norm", "the moments go on"),

@@ -98,7 +98,7 @@ class EpisodeConfig(Section, frozen=True):
 
 class RolloutConfig(Section, frozen=True):
     engine: Literal["embedded", "sglang", "vllm"] = "embedded"
-    num_workers: AutoInt = 1  # auto or 0: as many as GPUs without a learner rank, or as hosts
+    num_workers: AutoInt = 1  # auto: as many as GPUs without a learner rank, or as hosts
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_threads: CountOrNone = 0  # CPU threads of a worker; 0: an equal share of the cores
     num_slots: LeaseCount = 64  # completions decoded together
@@ -156,6 +156,7 @@ def rollout_mistakes(rollout: RolloutConfig, context_tokens: int, wire_host: str
             wire_host=wire_host,
             transport=transport,
             sleeps=rollout.takes_turns,
+            context_tokens=context_tokens,
         )
         return
     if rollout.tensor_parallel != 1:

@@ -177,8 +177,10 @@ class Config(Section, frozen=True):
 
     @property
     def publishes_adapters(self) -> bool:
-        """True if the engine gets adapters apart, so that no rounding changes them; servers get merged weights."""
-        return self.learner.lora is not None and self.rollout.engine == "embedded"
+        """True if a version is adapters alone: the embedded engine adds them, the worker of a server merges them."""
+        lora = self.learner.lora
+        wanted = "adapters" if self.rollout.engine == "embedded" else "merged"
+        return lora is not None and (wanted if lora.publish == "auto" else lora.publish) == "adapters"
 
     @property
     def copies_of_weights(self) -> int:
@@ -219,7 +221,7 @@ class Config(Section, frozen=True):
         """
         if self.weights.transport != "auto":
             return self.weights.transport
-        files = self.rollout.engine == "embedded" or self.rollout.shares
+        files = self.rollout.engine == "embedded" or self.rollout.shares or self.publishes_adapters
         return "shared_memory" if same_host and files else "collective"
 
     @property
@@ -259,6 +261,11 @@ def _mistakes(config: Config) -> Iterator[str]:
         yield (
             f"model.reference: expected a reference policy with algorithm.kl.coefficient="
             f"{config.algorithm.kl.coefficient}, got null; set model.reference.path=initial, or the coefficient to 0"
+        )
+    if config.publishes_adapters and config.rollout.server_urls:
+        yield (
+            "learner.lora.publish: expected auto or merged with running servers (urls), got adapters; merged weights "
+            "are files of the worker, which a running server does not read; set it to merged"
         )
     longest = config.trajectory_tokens
     if 0 < config.learner.microbatch_tokens < longest:

@@ -16,6 +16,8 @@ from areal_rloo.errors import shown
 
 _MOST_INT, _MOST_FLOAT = 2**62, 1e30  # sums of a few stay within 64 bits, and within the range of float32
 
+_WHOLE_NAMES = frozenset({"gpus"})  # options of sbatch with which another option begins
+
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=_MOST_INT)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=_MOST_INT)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=4096)]  # of hosts, processes, devices, layers
@@ -89,8 +91,8 @@ def host_mistakes(key: str, host: str) -> Iterator[str]:
         yield f"{key}: expected a host name or an address such as 127.0.0.1, got '{shown(host)}'"
 
 
-def url_mistakes(key: str, url: str) -> Iterator[str]:
-    """Give an error for a text other than the URL of a server."""
+def url_mistakes(key: str, url: str, *, instead: str) -> Iterator[str]:
+    """Give an error for a text other than the URL of a server; `instead` of a password in the URL: advice."""
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and is_host(parts.hostname or "") and parts.port != 0
@@ -98,6 +100,10 @@ def url_mistakes(key: str, url: str) -> Iterator[str]:
         good = False
     if not good or not url.isprintable() or " " in url:
         yield f"{key}: expected http://HOST:PORT or https://HOST:PORT, got '{shown(url)}'"
+    elif "@" in parts.netloc:
+        yield f"{key}: expected a URL without a name and a password, got '{shown(url)}'; leave them out, {instead}"
+    elif "#" in url:
+        yield f"{key}: expected a URL without a fragment, got '{shown(url)}'; leave out '#' and the text after '#'"
 
 
 def path_mistakes(key: str, path: str | None) -> Iterator[str]:
@@ -121,5 +127,11 @@ def owned_mistakes(key: str, arguments: Iterable[str], owned: Mapping[str, str])
     """Give an error for each argument of another program that this package sets; `owned`: argument to advice."""
     for written in arguments:
         name = argument_name(written)
-        if name in owned:
-            yield f"{key}.{written}: not an option here: {owned[name]}"
+        advice = owned.get(name, owned.get(name.removeprefix("no-")))  # argparse: --no-NAME is the opposite of --NAME
+        if advice is not None:
+            yield f"{key}.{written}: not an option here: {advice}"
+            continue
+        # Programs take the beginning of a name for the name.
+        whole = None if len(name) == 1 or name in _WHOLE_NAMES else next((o for o in owned if o.startswith(name)), None)
+        if whole is not None:
+            yield f"{key}.{written}: the beginning of {whole}, which is not an option here: {owned[whole]}"

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from typing import Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
-from areal_rloo.config.section import Natural, Seconds, Section, is_loopback, owned_mistakes, url_mistakes
+from areal_rloo.config.section import (
+    Natural,
+    Seconds,
+    Section,
+    argument_name,
+    is_loopback,
+    owned_mistakes,
+    url_mistakes,
+)
+from areal_rloo.errors import shown
 
+_EVERY = {  # of both
+    "dtype": "set model.dtype",
+    **dict.fromkeys(("tokenizer", "tokenizer-path"), "the tokenizer is that of model.path"),
+    "load-format": "the weights are those of model.path",
+}
 _SGLANG = {  # options of SGLang set by the package, in every spelling of SGLang
     "host": "the host is 127.0.0.1",
     "port": "the worker takes a free port",
@@ -18,6 +34,9 @@ _SGLANG = {  # options of SGLang set by the package, in every spelling of SGLang
     "config": "the worker writes this file, with the api key; give its options here instead",
     **dict.fromkeys(("model", "model-path"), "set model.path"),
     "device": "set rollout.device",
+    **_EVERY,
+    **dict.fromkeys(("nnodes", "node-rank", "dist-init-addr", "nccl-init-addr"), "a server runs on a single host"),
+    **dict.fromkeys(("base-gpu-id", "gpu-id-step"), "the launcher gives each server its GPUs"),
     **dict.fromkeys(("tp", "tp-size", "tensor-parallel-size"), "set rollout.tensor_parallel"),
     **dict.fromkeys(("dp", "dp-size", "data-parallel-size"), "raise rollout.num_workers: each worker has a server"),
     **dict.fromkeys(("pp", "pp-size", "pipeline-parallel-size"), "spread the model with rollout.tensor_parallel"),
@@ -31,6 +50,8 @@ _VLLM = {  # options of vLLM set by the package
     "api-key": "the worker makes a key for each start",
     "config": "the worker writes this file, with the api key; give its options here instead",
     **dict.fromkeys(("model", "model-tag"), "set model.path"),
+    **_EVERY,
+    **dict.fromkeys(("nnodes", "node-rank", "master-addr", "master-port"), "a server runs on a single host"),
     **dict.fromkeys(("tensor-parallel-size", "tp"), "set rollout.tensor_parallel"),
     **dict.fromkeys(("data-parallel-size", "dp"), "raise rollout.num_workers: each worker has a server"),
     **dict.fromkeys(("pipeline-parallel-size", "pp"), "spread the model with rollout.tensor_parallel"),
@@ -42,6 +63,15 @@ _VLLM = {  # options of vLLM set by the package
     "max-logprobs": "the worker asks for the logprob of the sampled token alone",
 }
 _OWNED = {"sglang": _SGLANG, "vllm": _VLLM}
+_FRACTIONS = {"mem-fraction-static": 0.999, "gpu-memory-utilization": 1.0}  # most; the plan of the memory counts them
+_NUMBERS = ("max-total-tokens", "kv-cache-memory-bytes")
+_CONTEXT: dict[str, tuple[str, ...]] = {"context-length": (), "max-model-len": ("-1", "auto")}  # and words for it
+_RESERVED = {"context-length": 5, "max-model-len": 0}  # tokens that the server keeps for itself
+_EXPONENT = re.compile(r".*[.eE]\d+")  # no server reads this as a whole number
+_SUFFIXES: dict[str, dict[str, int | float]] = {  # of numbers; a whole factor needs a whole number
+    "sglang": {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40},
+    "vllm": {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40},
+}
 _SLEEP = dict.fromkeys(("enable-memory-saver", "enable-sleep-mode"), "rollout.share_devices=in_turns needs the sleep")
 
 
@@ -63,23 +93,47 @@ class ServerConfig(Section, frozen=True):
     max_server_restarts: Natural = 3  # in a row; then the worker exits, and the launcher decides
 
 
+_Place = tuple[str, str, int, str]
+
+
+def _place(url: str) -> _Place:
+    """Return scheme, host, port and path of a URL in a single spelling."""
+    parts = urlsplit(url)
+    host = (parts.hostname or "").removesuffix(".")
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return parts.scheme, "localhost" if host in ("127.0.0.1", "::1") else host, port, parts.path.rstrip("/")
+
+
 def server_mistakes(
-    engine: str, server: ServerConfig, *, num_workers: int, wire_host: str, transport: str, sleeps: bool
+    engine: str,
+    server: ServerConfig,
+    *,
+    num_workers: int,
+    wire_host: str,
+    transport: str,
+    sleeps: bool,
+    context_tokens: int,
 ) -> Iterator[str]:
     """Check the section of a server; give the text of each error."""
     key = f"rollout.{engine}"
     owned = _OWNED[engine] | (_SLEEP if sleeps else {})
     yield from owned_mistakes(f"{key}.arguments", server.arguments, owned)
+    yield from _number_mistakes(engine, server, context_tokens)
     if not server.urls:
         if server.api_key_env is not None:
             yield f"{key}.api_key_env: nothing reads it without urls; leave it out"
         return
     if num_workers and len(server.urls) != num_workers:
         yield (f"{key}.urls: expected one for each of rollout.num_workers={num_workers}, got {len(server.urls)}")
-    if len(set(server.urls)) != len(server.urls):
-        yield f"{key}.urls: expected different servers, got {list(server.urls)}"
+    seen: dict[_Place, str] = {}
     for url in server.urls:
-        yield from url_mistakes(f"{key}.urls", url)
+        instead = f"and name the environment variable with the server's key in {key}.api_key_env"
+        yield from url_mistakes(f"{key}.urls", url, instead=instead)
+        if "?" in url:  # the client adds the paths of the calls at the end
+            yield f"{key}.urls: expected a URL without a query, got '{shown(url)}'; leave out '?' and the rest"
+        if (place := _place(url)) in seen:
+            yield f"{key}.urls: expected different servers, got {seen[place]} and {url}, the same server; name another"
+        seen[place] = url
         if not is_loopback(urlsplit(url).hostname or "") and (is_loopback(wire_host) or transport == "shared_memory"):
             yield (
                 f"{key}.urls: {url} is on another machine, which cannot receive weights from wire.host="
@@ -89,3 +143,37 @@ def server_mistakes(
     for option, given in (("python", server.python), ("arguments", server.arguments)):
         if given:
             yield f"{key}.{option}: nothing reads it with urls; leave it out"
+
+
+def option_number(engine: str, value: object) -> float:
+    """Read a number as a server reads it, with a suffix: for vLLM 25.6k is 25,600, and 25K is 25 * 1,024.
+
+    NaN for all else, and for an engine that is no server only numbers without a suffix.
+    """
+    found = re.fullmatch(r"\s*([^A-Za-z\s]*|\S*\d)([A-Za-z]*)\s*", "" if isinstance(value, bool) else str(value))
+    number, suffix = ("", "") if found is None else found.groups()
+    factor = _SUFFIXES.get(engine, {}).get(suffix, math.nan) if suffix else 1.0
+    if isinstance(factor, int) and not number.isdigit():
+        return math.nan
+    try:
+        return float(number) * factor
+    except ValueError:
+        return math.nan
+
+
+def _number_mistakes(engine: str, server: ServerConfig, context_tokens: int) -> Iterator[str]:
+    """Check the options with which the launcher plans; a server would refuse them only after its start."""
+    for written, value in server.arguments.items():
+        if value is None or value is False:
+            continue  # left out
+        name, number, expected = argument_name(written), option_number(engine, value), ""
+        is_whole = number.is_integer() and not (isinstance(value, str) and _EXPONENT.fullmatch(value))
+        least = context_tokens + _RESERVED.get(name, 0)
+        if name in _FRACTIONS and not 0 < number <= _FRACTIONS[name]:
+            expected = "a number between 0 and 1"
+        elif name in _NUMBERS and not (is_whole and number > 0):
+            expected = "a whole number above 0"
+        elif name in _CONTEXT and str(value) not in _CONTEXT[name] and not (is_whole and number >= least):
+            expected = f"at least {least}: data.max_prompt_tokens, the longest completion and the server's own"
+        if expected:
+            yield f"rollout.{engine}.arguments.{written}: expected {expected}, got {value}"

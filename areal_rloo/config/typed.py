@@ -6,6 +6,7 @@ tree ─► null, `auto` and `Plain` as the type of the key says ─► unknown 
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 import types
@@ -26,6 +27,11 @@ _FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+|[-+]?(\d[\
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _MORE_BOOLS = {"yes": True, "on": True, "no": False, "off": False}  # of a key without texts
+_KEY = re.compile(r"\b[a-z_]+(?:\.[a-z_0-9]+)+")
+_AUTO = "expected auto, or a number from 1"
+_TYPES = re.compile(r"`([^`]*)`")  # in a message of msgspec: `array | null`
+_NAMES = {"array": "a list", "object": "a mapping of keys"}
+_LIST = re.compile(r"a list( of length \d+)?")
 _MOST_DIGITS = 100  # of a number: 17 give every float, and no integer needs as many
 
 SourceOf = Callable[[str], str]  # where the value of a path was written: a file and a line, or an override
@@ -43,23 +49,36 @@ def typed(tree: dict[str, Any], source_of: SourceOf) -> Config:
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$.")
         path = ".".join(_parts(path.rstrip("`")))
-        value, words = _at(clean, path), f"{message[:1].lower()}{message[1:].replace('`', '')}"
-        hint = hints_of(Config).get(path)
-        kinds = _options(hint)
-        if (choices := [word for kind in kinds for word in _words(kind)]) and isinstance(value, str):
-            choices += ["true", "false"] if bool in kinds else []
-            words = f"expected one of {', '.join(choices)}"
-        if hint == Bytes:
-            words = "expected bytes, as 24000000000, 24GB or 24GiB"
+        value = _at(clean, path)
+        words = _in_words(message, hints_of(Config).get(path), value)
         said = "an empty value is null" if value is None else f"the value is {_quoted(value)}"
         raise ConfigError(f"{source_of(path)}: {path}: {words}; {said}") from error
     try:
         validate(config)
     except ConfigError as error:
-        raise ConfigError(f"{source_of(str(error).partition(':')[0])}: {error}") from error
+        key, _, words = str(error).partition(":")
+        found = (source_of(name) for name in _KEY.findall(words))  # an override may be the reason
+        others = dict.fromkeys(other for other in found if other.startswith("override ") and other != source_of(key))
+        raise ConfigError(f"{' with '.join([source_of(key), *others])}: {error}") from error
     if (too_large := bounded(msgspec.to_builtins(config))) is not None:
         raise ConfigError(f"{source_of('')}: the config is too large with all overrides: {too_large}; shorten it")
     return config
+
+
+def _in_words(message: str, hint: Any, value: Any) -> str:
+    """Say which value a key takes, in the words of a config instead of msgspec's."""
+    kinds = _options(hint)
+    if (choices := [word for kind in kinds for word in _words(kind)]) and isinstance(value, str):
+        return f"expected one of {', '.join([*choices, *(('true', 'false') if bool in kinds else ())])}"
+    if hint == Bytes:
+        return "expected bytes, as 24000000000, 24GB or 24GiB"
+    if hint in (AutoInt, AutoTokens) and "<=" not in message:
+        return _AUTO
+    words = _TYPES.sub(lambda found: " or ".join(_NAMES.get(name, name) for name in found[1].split(" | ")), message)
+    for kind in kinds:
+        if typing.get_origin(kind) is tuple and Ellipsis not in typing.get_args(kind):
+            words = _LIST.sub(f"a list of {len(typing.get_args(kind))} numbers", words, count=1)
+    return f"{words[:1].lower()}{words[1:]}"
 
 
 class _Cleaner:
@@ -100,6 +119,8 @@ class _Cleaner:
         value = _scalar(node, _kinds(hint)) if isinstance(node, Plain) else node
         if hint == Bytes and isinstance(node, str) and not isinstance(value, int):
             value = bytes_of(node) or value
+        if hint in (AutoInt, AutoTokens) and type(value) is int and value == 0:
+            raise ConfigError(f"{self._source_of(path)}: {path}: {_AUTO}; the value is 0")
         if isinstance(value, float) and not math.isfinite(value):
             words = f"expected a finite number; the value is {shown(str(node))}"
             raise ConfigError(f"{self._source_of(path)}: {path}: {words}")
@@ -160,6 +181,13 @@ def hints_of(struct: Any, prefix: str = "") -> dict[str, Any]:
         if inner is not None:
             hints |= hints_of(inner, f"{prefix}{key}.")
     return hints
+
+
+@functools.cache
+def auto_keys() -> tuple[tuple[str, str], ...]:
+    """Return section and key of each count that may be `auto`."""
+    paths = (path.split(".") for path, hint in hints_of(Config).items() if hint in (AutoInt, AutoTokens))
+    return tuple((section, key) for section, key in paths)
 
 
 def _struct_in(expected: Any) -> Any:

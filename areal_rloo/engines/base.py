@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+UNKNOWN = -1  # version of unknown weights; the learner then offers a version, and no token comes before
 
 
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,6 +27,8 @@ class ServerPackage:
         folder: where `make` puts an environment of its own, relative to the current folder.
         tested_version: of the package.
         shim: module of an environment from `make`, for machines without a GPU.
+        label: path of a GET for the server's name for the weights, as `weight_version` of a JSON object.
+        health: path of a GET; answers only if the engine behind the server answers.
         cpu_heads: lengths of heads for attention on a CPU; empty: all.
     """
 
@@ -36,11 +38,20 @@ class ServerPackage:
     folder: str
     tested_version: str
     shim: str
+    label: str
+    health: str
     cpu_heads: tuple[int, ...] = ()
 
 
 SGLANG: Final = ServerPackage(
-    "SGLang", "rollout.sglang", "sglang", folder=".venv-sglang", tested_version="0.5.23", shim="areal_rloo_sglang"
+    "SGLang",
+    "rollout.sglang",
+    "sglang",
+    folder=".venv-sglang",
+    tested_version="0.5.23",
+    shim="areal_rloo_sglang",
+    label="/model_info",
+    health="/health",
 )
 VLLM: Final = ServerPackage(
     "vLLM",
@@ -49,6 +60,8 @@ VLLM: Final = ServerPackage(
     folder=".venv-vllm",
     tested_version="0.32.0",
     shim="areal_rloo_vllm_forks",
+    label="/weight_info",
+    health="/is_paused",  # /health asks the engine nothing
     cpu_heads=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
 )
 
@@ -61,7 +74,9 @@ def remedy(package: ServerPackage, *, on_gpus: bool) -> str:
     """Return how to install the server, for messages."""
     apart = f"in an environment of its own and name its bin/python as {package.key}.python (docs/engines.md)"
     install = f"pip install '{package.distribution}=={package.tested_version}' {apart}"
-    return f"run {install}" if on_gpus else f"run make {package.distribution}, or {install}"
+    return (
+        f"run {install}" if on_gpus else f"run make {package.distribution} (for a machine without GPUs), or {install}"
+    )
 
 
 def find_python(package: ServerPackage, config: ServerConfig, *, on_gpus: bool) -> str:
@@ -94,7 +109,8 @@ def find_python(package: ServerPackage, config: ServerConfig, *, on_gpus: bool) 
     if asked.returncode != 0:
         raise ConfigError(f"{key}: {python} has no {distribution}; {fix}", absent=True)
     if on_gpus and asked.stdout.strip() == "for CPUs":
-        raise ConfigError(f"{key}: {python} has the {package.name} of make {distribution}, which uses no GPU; {fix}")
+        what = f"{python} has the {package.name} of make {distribution}, which uses no GPU"
+        raise ConfigError(f"{key}: {what}; {fix}", absent=True)
     return python
 
 

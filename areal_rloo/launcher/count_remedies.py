@@ -39,7 +39,7 @@ def count_advice(config: Config, model: Sizes | None, hosts: Sequence[Host], pla
             large.append(changes)
         except UserError:
             continue
-    advice = [f"set {' or '.join(found)}"] if found else []
+    advice = [f"set {', or '.join(dict.fromkeys(found))}"] if found else []
     if not found and model is not None:
         advice = list(itertools.islice(_with_memory(config, large, model, hosts, plan), 1))
     advice += more_gpus(config, hosts, plan, most=_MOST_HOSTS)

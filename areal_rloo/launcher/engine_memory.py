@@ -10,8 +10,9 @@ import math
 
 import msgspec
 
-from areal_rloo.config import Config, argument_name
-from areal_rloo.learner.memory import GIB, OVERHEAD_BYTES, STANDING, broadcast_bytes, estimate, number_bytes
+from areal_rloo.config import Config, argument_name, option_number
+from areal_rloo.launcher.placement import counted
+from areal_rloo.learner.memory import GIB, OVERHEAD_BYTES, STANDING, broadcast_bytes, estimate, in_gib, number_bytes
 from areal_rloo.models.sizes import Sizes
 
 _PAGE_TOKENS = 128  # servers round a cache down to pages, and reserve a few tokens
@@ -71,25 +72,19 @@ def given_cache(config: Config, model: Sizes, gpu_bytes: int) -> float | None:
     GPU, for all of the server, and is not read if the bytes of the cache are given. Any other value leaves
     the server's own choice, which may be most of the GPU.
     """
-    given = {argument_name(key.rpartition(".")[2]): value for key, value in given_options(config).items()}
-    if not given:
+    engine, options = config.rollout.engine, given_options(config)
+    if not options:
         return None
-    engine = config.rollout.engine
+    numbers = {argument_name(key.rpartition(".")[2]): option_number(engine, value) for key, value in options.items()}
+    given = {name: number for name, number in numbers.items() if not math.isnan(number)}
     if engine == "embedded":
-        return _number(given["cache-tokens"], 0.0) * token_bytes(config, model)
-    fraction = _number(given.get(_FRACTIONS[engine]), 1.0)
+        return given["cache-tokens"] * token_bytes(config, model)
+    fraction = given.get(_FRACTIONS[engine], 1.0)
     rest = fraction * gpu_bytes - weight_bytes(config, model)
-    size = _number(given.get(_SIZES[engine]), math.inf)
+    size = given.get(_SIZES[engine], math.inf)
     if engine == "sglang":
         return min(rest, size * token_bytes(config, model))
     return rest - OVERHEAD_BYTES if size == math.inf else size
-
-
-def _number(value: object, otherwise: float) -> float:
-    try:
-        return float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else otherwise
-    except ValueError:
-        return otherwise
 
 
 def overhead_bytes(config: Config, model: Sizes) -> float:
@@ -184,7 +179,7 @@ def has_no_cache(config: Config, model: Sizes, gpu_bytes: int) -> str:
     asks = f", and {given} takes {has / GIB:.2f}" if given and (room >= least or has > room) else ""
     left = f"about {room / GIB:.2f}" if room > 0 else "no room"
     return (
-        f"rollout: a GPU's {gpu_bytes / GIB:.1f} GiB leave an engine {left} for a cache (beside "
+        f"rollout: a GPU's {in_gib(gpu_bytes)} leave an engine {left} for a cache (beside "
         f"{beside_words}){asks}; a completion of {config.context_tokens} tokens needs {least / GIB:.2f}"
     )
 
@@ -228,24 +223,24 @@ def _with_cache(config: Config, num_bytes: int, num_tokens: int) -> Config:
 
 def cache_words(config: Config, model: Sizes, gpu_bytes: int) -> str:
     """Name the memory for an engine's cache on each GPU, and how many completions of full length fit."""
-    room, num = cache_bytes(config, model, gpu_bytes), _num_cached(config, model, gpu_bytes)
-    words = f"an engine has about {room / GIB:.1f} GiB for a cache, {num} completions of {config.context_tokens} tokens"
-    return f"{words}; {few}" if (few := few_cached(config, model, gpu_bytes)) else words
+    room, num = cache_bytes(config, model, gpu_bytes), num_cached(config, model, gpu_bytes)
+    whole = f"{counted(num, 'completion')} of {config.context_tokens} tokens"
+    return f"an engine has about {room / GIB:.1f} GiB for a cache, {whole}"
 
 
 def few_cached(config: Config, model: Sizes, gpu_bytes: int) -> str:
     """Warn of a cache with room for few of the slots; empty if the room is enough."""
-    num, slots = _num_cached(config, model, gpu_bytes), config.rollout.num_slots
+    num, slots = num_cached(config, model, gpu_bytes), config.rollout.num_slots
     if num >= _FEW_CACHED * slots:
         return ""
-    turns = "set rollout.share_devices=in_turns, " if config.rollout.share_devices == "side_by_side" else ""
     return (
         f"generation is slow if completions are long: the cache holds {num} of full length, and rollout.num_slots is "
-        f"{slots}; {turns}lower rollout.sampling.max_new_tokens, or take more or larger GPUs"
+        f"{slots}"
     )
 
 
-def _num_cached(config: Config, model: Sizes, gpu_bytes: int) -> int:
+def num_cached(config: Config, model: Sizes, gpu_bytes: int) -> int:
+    """Return the number of completions of full length in the cache."""
     return int(cache_bytes(config, model, gpu_bytes) // token_bytes(config, model)) // config.context_tokens
 
 

@@ -9,7 +9,7 @@ estimate of `learner/memory.py`, apart from `model_sizes`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,15 +22,18 @@ from areal_rloo.launcher.count_remedies import Plan, count_advice, more_gpus, un
 from areal_rloo.launcher.engine_memory import (
     cache_words,
     few_cached,
+    given_options,
     has_no_cache,
     least_bytes,
+    num_cached,
     reserved,
     with_cache,
     with_rollout,
 )
+from areal_rloo.launcher.host_memory import host_parts
 from areal_rloo.launcher.placement import Host, Placement, TooFewError, gpus_each, place, shares_gpus, with_counts
 from areal_rloo.launcher.remedies import ENGINE, RANK, Needs, TooLargeError, advice
-from areal_rloo.learner.memory import GIB, OVERHEAD_BYTES, estimate, in_words
+from areal_rloo.learner.memory import GIB, OVERHEAD_BYTES, estimate, in_gib, in_words
 from areal_rloo.models.folder import cached_folder, num_parameters, read_config
 from areal_rloo.models.sizes import SHIPPED, Sizes
 
@@ -39,6 +42,9 @@ _GOOD_ROW = 8_192  # shorter rows leave a GPU waiting for memory
 _UNKNOWN_ROW = 8_192  # if the memory or the model is unknown
 _ON_A_HOST = 8  # GPUs, in advice
 _MARGIN = 1.1  # of the estimate, for the choices of `auto`
+
+Planned = Callable[[Config, Sequence[Host], Sizes | None], Config]
+"""Replace every `auto`, or raise a UserError."""
 
 
 def model_sizes(config: Config, environment: Mapping[str, str]) -> Sizes | None:
@@ -72,20 +78,50 @@ def resolved(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Conf
     """
     try:
         return planned(config, hosts, model)
-    except TooLargeError as error:
-        assert model is not None, "a model of unknown size is not too large"
-        num_gpus = sum(len(host.gpu_ids) for host in hosts)
-
-        def needs(changed: Config) -> Needs:
-            num_ranks = planned(changed, hosts, model).learner.num_ranks
-            return _least_needs(_with(changed, num_ranks=num_ranks), model)
-
-        more = more_gpus(config, hosts, _plan_for(model), most=_ON_A_HOST)
-        options = filter(None, [advice(error, config, model, num_gpus, needs), *more])
-        remedies = ", or ".join(options) or "take a smaller model, or GPUs with more memory"
-        raise PreflightError(f"{error}; {remedies}") from error
+    except TooLargeError as error:  # what is hardly enough is advice only if nothing is better
+        raise PreflightError(f"{error}; {_advice(error, config, hosts, model, (planned_well, planned))}") from error
     except TooFewError as error:
         raise PreflightError(f"{error}; {count_advice(config, model, hosts, _plan_for(model))}") from error
+
+
+def _advice(
+    refusal: TooLargeError,
+    config: Config,
+    hosts: Sequence[Host],
+    model: Sizes | None,
+    ways: Sequence[Planned],
+    gain: Callable[[Config], str] | None = None,
+) -> str:
+    """Name the changes, and the GPUs, with an accepted plan by the first possible way to plan."""
+    assert model is not None, "a model of unknown size is not too large"
+    num_gpus = sum(len(host.gpu_ids) for host in hosts)
+
+    def needs_by(plan: Planned) -> Callable[[Config], Needs]:
+        def needs(changed: Config) -> Needs:
+            num_ranks = plan(changed, hosts, model).learner.num_ranks
+            return _least_needs(_with(changed, num_ranks=num_ranks), model)
+
+        return needs
+
+    options = (advice(refusal, config, model, num_gpus, needs_by(way), gain) for way in ways)
+    more = (", or ".join(more_gpus(config, hosts, _plan_for(model, way), most=_ON_A_HOST)) for way in ways)
+    found = (next(filter(None, several), "") for several in (options, more))
+    return ", or ".join(filter(None, found)) or "take a smaller model, or GPUs with more memory"
+
+
+def few_words(config: Config, hosts: Sequence[Host], model: Sizes | None) -> str:
+    """Warn of a planned cache with room for few of the slots, with advice; empty if there is enough, or no plan."""
+
+    def gain(changed: Config) -> str:
+        assert model is not None, "a cache of an unknown model is not small"
+        return f"{num_cached(planned_well(changed, hosts, model), model, _gpu_bytes(hosts))} of full length"
+
+    with contextlib.suppress(UserError):
+        try:
+            planned_well(config, hosts, model)
+        except TooLargeError as error:
+            return f"{error}; {_advice(error, config, hosts, model, [planned_well], gain)}"
+    return ""
 
 
 def unused_words(config: Config, placement: Placement, model: Sizes | None) -> str:
@@ -93,8 +129,8 @@ def unused_words(config: Config, placement: Placement, model: Sizes | None) -> s
     return unused_gpus(config, placement, _plan_for(model))
 
 
-def _plan_for(model: Sizes | None) -> Plan:
-    return lambda config, hosts: place(planned(config, hosts, model), hosts)
+def _plan_for(model: Sizes | None, plan: Planned | None = None) -> Plan:
+    return lambda config, hosts: place((plan or planned)(config, hosts, model), hosts)
 
 
 def _least_needs(config: Config, model: Sizes) -> Needs:
@@ -120,6 +156,25 @@ def planned(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Confi
     if found is None:
         assert refusal is not None, "there is at least a way"
         raise refusal
+    return found
+
+
+def planned_well(config: Config, hosts: Sequence[Host], model: Sizes | None) -> Config:
+    """Resolve, and refuse a plan with a cache for few of the slots, or above a known memory of a host.
+
+    Raises:
+        UserError: as `planned`; TooLargeError also for such a cache, PreflightError for such a host.
+    """
+    found, gpu_bytes = planned(config, hosts, model), _gpu_bytes(hosts)
+    least = min(host.memory_bytes for host in hosts)
+    if model is not None and least:
+        needed = sum(host_parts(found, place(found, hosts), model, model.num_parameters).values())
+        if needed > least:
+            raise PreflightError(f"host memory: {needed / GIB:.1f} GiB are needed, of {least / GIB:.1f}")
+    if model is None or not gpu_bytes or not gpus_each(config, hosts)[1] or given_options(config):
+        return found  # the user chose the cache, or it is unknown
+    if words := few_cached(found, model, gpu_bytes):
+        raise TooLargeError(words, ENGINE, _least_needs(_with(config, num_ranks=found.learner.num_ranks), model))
     return found
 
 
@@ -282,23 +337,14 @@ def memory_words(config: Config, hosts: Sequence[Host], model: Sizes | None) -> 
             "alone gives the estimate: set model.path to this folder"
         )
     rank_gpus, worker_gpus = gpus_each(config, hosts)
-    parts = estimate(model, config, on_gpu=rank_gpus > 0)
+    parts = _parts(config, model, on_gpu=rank_gpus > 0)
     gpu_bytes = _gpu_bytes(hosts)
-    needed = (sum(parts.values()) + rank_gpus * OVERHEAD_BYTES) / GIB
-    words = f"learner: a rank needs about {needed:.1f} GiB ({in_words(parts)})"
+    words = f"learner: a rank needs about {sum(parts.values()) / GIB:.1f} GiB ({in_words(parts)})"
     if rank_gpus and gpu_bytes:
-        words += f", of a GPU's {gpu_bytes / GIB:.1f} GiB"
+        words += f", which fits into a GPU's {in_gib(gpu_bytes)}"
     if config.rollout.shares:
         words += f"; learner and engine share the devices {config.rollout.share_devices.replace('_', ' ')}"
     return f"{words}; {cache_words(config, model, gpu_bytes)}" if worker_gpus and gpu_bytes else words
-
-
-def few_words(config: Config, hosts: Sequence[Host], model: Sizes | None) -> str:
-    """Warn of a cache of the engine with room for few of the slots; empty if there is enough, or it is unknown."""
-    gpu_bytes = _gpu_bytes(hosts)
-    if model is None or not gpu_bytes or not gpus_each(config, hosts)[1]:
-        return ""
-    return few_cached(config, model, gpu_bytes)
 
 
 def _fitted(config: Config, model: Sizes, device_bytes: float, *, on_gpu: bool = True) -> Config:
@@ -308,10 +354,16 @@ def _fitted(config: Config, model: Sizes, device_bytes: float, *, on_gpu: bool =
     return next(fits, smallest)
 
 
+def _parts(config: Config, model: Sizes, *, on_gpu: bool) -> dict[str, float]:
+    """Return the bytes of a rank by part, with those of CUDA on a GPU."""
+    return estimate(model, config, on_gpu=on_gpu) | ({"CUDA": float(OVERHEAD_BYTES)} if on_gpu else {})
+
+
 def _too_large(config: Config, model: Sizes, gpu_bytes: int, engine_bytes: float) -> TooLargeError:
-    engine = f", {engine_bytes / GIB:.1f} of them for the engine" if engine_bytes else ""
-    needed, parts = _needed(config, model), in_words(estimate(model, config, on_gpu=True))
-    words = f"a rank needs about {needed / GIB:.1f} GiB ({parts}), and a GPU has {gpu_bytes / GIB:.1f}{engine}"
+    parts = _parts(config, model, on_gpu=True)
+    beside = f", and the engine beside it {engine_bytes / GIB:.1f} GiB" if engine_bytes else ""
+    needed = sum(parts.values()) / GIB
+    words = f"a rank needs about {needed:.1f} GiB ({in_words(parts)}){beside}; a GPU has {in_gib(gpu_bytes)}"
     return TooLargeError(f"learner: {words}", RANK, _least_needs(config, model))
 
 

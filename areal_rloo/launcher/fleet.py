@@ -194,7 +194,8 @@ class Fleet:
             alive += self._supervisor.tend(name)
         if alive == 0:
             self._progress.warn(
-                "every rollout worker died too often (launcher.max_restarts): the run ends with a checkpoint"
+                "every rollout worker died too often (launcher.max_restarts): the run ends, with a checkpoint if the "
+                "training has begun"
             )
             return 1
         return None

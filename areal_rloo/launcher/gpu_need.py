@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 
 from areal_rloo.config import Config
 from areal_rloo.errors import UserError
-from areal_rloo.launcher.fit import planned
+from areal_rloo.launcher.fit import Planned, planned, planned_well
 from areal_rloo.launcher.host_memory import host_parts
 from areal_rloo.launcher.placement import Host, place
 from areal_rloo.launcher.remedies import Remedy, assign
@@ -60,15 +61,22 @@ def _fits_here(config: Config, changes: Sequence[Remedy], hosts: Sequence[Host],
 
 
 def _least_gpus(config: Config, model: Sizes | None) -> str:
-    """Name the fewest GPUs, and for this number the smallest, with an accepted plan."""
+    """Name the fewest GPUs, and of these the smallest usual ones, with an accepted plan, and with a good cache."""
     if model is None:
         return "a GPU"
-    for count in _COUNTS:
-        for gigabytes in _GIGABYTES:
-            with contextlib.suppress(UserError):
-                planned(config, _described(count, gigabytes), model)
-                return f"{_counted(count)} of {gigabytes} GB or more"
-    return f"more than {_COUNTS[-1]} GPUs of {_GIGABYTES[-1]} GB"
+    least, good = (_least(config, model, plan) for plan in (planned, planned_well))
+    if least is None:
+        return f"more than {_COUNTS[-1]} GPUs of {_GIGABYTES[-1]} GB"
+    better = "" if good in (None, least) else f", better {_counted(good[0])} of {good[1]} GB"
+    return f"{_counted(least[0])} of {least[1]} GB or more{better}"
+
+
+def _least(config: Config, model: Sizes, plan: Planned) -> tuple[int, int] | None:
+    for count, gigabytes in itertools.product(_COUNTS, _GIGABYTES):
+        with contextlib.suppress(UserError):
+            plan(config, _described(count, gigabytes), model)
+            return count, gigabytes
+    return None
 
 
 def _counted(count: int) -> str:

@@ -33,13 +33,15 @@ def _parts_on(host: Host, learner: _Learner, placement: Placement) -> dict[str, 
     on_gpus = sum(seat.host == host and bool(seat.gpu_ids) for seat in placement.workers)
     starts_servers = config.rollout.server is not None and not config.rollout.server_urls
     by_files = starts_servers and config.weights_transport(same_host=same_host) == "shared_memory"
+    merges = starts_servers and config.publishes_adapters
     sleep = config.rollout.engine == "vllm" and config.rollout.takes_turns  # SGLang's stay on the GPU
     parts = {
         "learner": learner.held_bytes(num_ranks),
         "loads and checkpoints": learner.copied_bytes(num_ranks, begins=begins),
         "engines": 0 if config.rollout.server_urls else on_cpus * config.copies_of_weights * one,
         "versions of the weights": 2 * learner.published_bytes if begins else 0,  # the newest, and the next
-        "files of servers": on_gpus * one if by_files else 0,
+        "files of servers": on_gpus * one if by_files or merges else 0,
+        "merged weights": on_gpus * one if merges else 0,
         "weights of sleeping servers": on_gpus * one if sleep else 0,
     }
     return {part: size for part, size in parts.items() if size}
@@ -64,8 +66,9 @@ class _Learner:
 
     @property
     def published_bytes(self) -> int:
-        num = self.num_trained if self.config.publishes_adapters else self.num_parameters
-        return number_bytes(self.config) * num
+        if self.config.publishes_adapters:
+            return _WIDE * self.num_trained
+        return number_bytes(self.config) * self.num_parameters
 
     def held_bytes(self, num_ranks: int) -> float:
         """Return the bytes of ranks: on CPUs of everything, on GPUs of the parts that an option keeps in CPU memory."""

@@ -22,6 +22,7 @@ from areal_rloo.config import LauncherConfig
 from areal_rloo.errors import PreflightError
 from areal_rloo.files import lock_file
 from areal_rloo.launcher.placement import Host
+from areal_rloo.learner.memory import in_gib
 from areal_rloo.waiting import call_within
 
 _DRIVER_TIMEOUT_S = 10.0
@@ -75,8 +76,10 @@ def host_to_show(launcher: LauncherConfig) -> tuple[Host, str]:
         gpu_ids=tuple(map(str, range(wanted))),
         memory_bytes=launcher.memory_per_host,  # 0: that of the other host is unknown
     )
-    memory = f"{host.gpu_bytes / 2**30:.1f} GiB" if host.gpu_bytes else "unknown memory (launcher.memory_per_gpu)"
+    memory = in_gib(host.gpu_bytes) if host.gpu_bytes else "unknown memory (launcher.memory_per_gpu)"
     words = f"GPUs described, not found: {wanted} of {memory}; {host.name} has {num_here}, so a start here is refused"
+    if not launcher.cores_per_host:
+        words += f"; the plan has the {found.num_cores} cores of {host.name} (launcher.cores_per_host describes others)"
     return host, words
 
 
@@ -89,6 +92,16 @@ def _num_described(launcher: LauncherConfig) -> int:
 def num_cores() -> int:
     """Count the usable cores of this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def refused_here(launcher: LauncherConfig) -> str:
+    """Say why the local launcher refuses the number of hosts; empty if not."""
+    if launcher.num_hosts == 1:
+        return ""
+    return (
+        f"launcher.num_hosts: expected 1 with the local launcher, got {launcher.num_hosts}; "
+        "start it with areal_rloo.launcher.ray or areal_rloo.launcher.slurm"
+    )
 
 
 def described_hosts(launcher: LauncherConfig) -> list[Host]:

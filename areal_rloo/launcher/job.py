@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,15 +23,16 @@ from areal_rloo.decoding import from_json
 from areal_rloo.errors import DecodeError, PreflightError, UserError
 from areal_rloo.files import read_regular, remove_abandoned
 from areal_rloo.launcher.fleet import Fleet, Room
+from areal_rloo.launcher.learner_log import LearnerLog
 from areal_rloo.launcher.placement import Placement
 from areal_rloo.launcher.plan import JobRequest, Plan, plan_run
 from areal_rloo.launcher.ranks import LearnerRanks
 from areal_rloo.launcher.run_folder import is_finished, newest_checkpoint
 from areal_rloo.launcher.supervisor import Starter, Supervisor, named
-from areal_rloo.launcher.waits import Waits
 from areal_rloo.learner.checkpoint_folder import UNWRITTEN, folder_of, standing
+from areal_rloo.learner.stretches import evaluations_changed_at
 from areal_rloo.learner.warm_start import PreparedModel, tiny_model_folder
-from areal_rloo.report import bottleneck_in, write_report
+from areal_rloo.report import result_in, write_report
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metrics import RecordTail
 from areal_rloo.telemetry.progress import Progress, RunConsole
@@ -39,12 +42,14 @@ from areal_rloo.telemetry.summary import (
     restore_earlier_summary,
     summarize_killed,
 )
+from areal_rloo.telemetry.trajectories import FILE_NAME
 
 logger = get_logger(__name__)
 
 _FULL_BYTES = 65_536  # free on a disk that takes nothing more
 _GRACE_S = 5.0
 _LOOK_EVERY_S = 0.1
+_SAY_EVERY_S = 30.0
 _TOLD_TO_END = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
 
@@ -88,9 +93,13 @@ class Job:
         goodbye_s = self._config.launcher.drain_timeout_s / 2
         console = RunConsole(quiet=not self._config.telemetry.progress)
         num_steps = self._config.learner.num_train_steps
-        self._progress = Progress(console, num_train_steps=num_steps, unsaved=self._unsaved)
+        self._eval_set = next((source.label for source in self._config.data.eval_sources), "")
+        self._progress = Progress(console, num_train_steps=num_steps, eval_set=self._eval_set, unsaved=self._unsaved)
         self._supervisor = Supervisor(starter, request.folder / "logs", goodbye_s=goodbye_s, say=self._progress.warn)
-        self._waits = Waits(request.folder / "logs" / "learner.log", self._progress.warn)
+        log = request.folder / "logs" / "learner.log"
+        self._learner_log = LearnerLog(
+            log, self._progress.warn, worker=self._words_of_a_worker, resumed=self._progress.go_back
+        )
         self._signals = signals
         self._drain_ends_s: float | None = None
         self._disk_told = 0  # 1: of little room, 2: of no room
@@ -129,9 +138,12 @@ class Job:
         if restored:  # the learner has not begun: there is nothing new to report
             return code
         try:
-            if (words := bottleneck_in(self._folder)) is not None:
+            for words in result_in(self._folder):
                 progress.say(words)
             progress.say(f"report: {write_report(self._folder)}")
+            if (self._folder / FILE_NAME).is_file():
+                command = [sys.executable, "-m", "areal_rloo.inspect", str(self._folder), "--limit", "3"]
+                progress.say(f"trajectories: {shlex.join(command)}")
         except Exception as error:  # noqa: BLE001 - the run has ended well, with or without a report
             words = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             progress.say(f"no report: {words}")
@@ -156,7 +168,11 @@ class Job:
             )
         with _first_start():
             self._supervisor.start(preparation)
+        began_s = said_s = time.monotonic()
         while (code := self._supervisor.exit_code(preparation.name)) is None and not self._signals.any:
+            if time.monotonic() - said_s > _SAY_EVERY_S:
+                said_s = time.monotonic()
+                self._progress.say(f"still preparing the tiny model, for {said_s - began_s:.0f} s")
             time.sleep(_LOOK_EVERY_S)
         if code is None or (code != 0 and self._signals.any):
             return 0
@@ -231,11 +247,13 @@ class Job:
         overdue = self._signals.drains and self._signals.num_ends == 0 and code == 128 + signal.SIGKILL
         crashed = told and code not in (0, 2) and ranks.has_restart_left  # instead of a restart, the run ends
         self.unfinished = (code == 0 or overdue or crashed) and failure is None and not is_finished(self._folder)
-        if failure == 2:  # the worker's line is printed, and the launcher itself has ended the learner
-            self._progress.warn(f"logs: {self._folder / 'logs'}")
-        elif code != 0:
+        if code != 0 and failure != 2:  # else the worker's line is printed, and the launcher itself ended the learner
+            killed = self._why_killed() if code == 128 + signal.SIGKILL or code in _TOLD_TO_END else None
+            self._progress.warn(ranks.last_words(code) if killed is None else f"{killed}: exit code {named(code)}")
+        code = code if failure is None else failure
+        if code != 0:
             self._say_where_to_look(ranks, code)
-        return code if failure is None else failure
+        return code
 
     def _complete_summary(self, warm_start_s: float) -> None:
         """Write the summary for a learner that was killed before it could; not for one that never began a resume."""
@@ -247,16 +265,16 @@ class Job:
             logger.error("summary.json could not be written: %r", error)
 
     def _look_around(self, tail: RecordTail, *, shows: bool = True) -> None:
-        """Show new records and long waits, shorten long logs, and warn when the disk becomes full.
+        """Show new records and lines of the learner's log, shorten long logs, and warn when the disk becomes full.
 
         After that, logs may miss the error.
         """
         try:
+            self._learner_log.look()  # first: a resume from an earlier version takes back records
             if shows:
                 self._progress.show(tail.read())
             else:
-                self._progress.recall(tail.read(), version=standing(folder_of(self._folder)).newest_version)
-            self._waits.look()
+                self._recall(tail)
             self._supervisor.shorten_logs()
             free = shutil.disk_usage(self._folder).free
         except Exception as error:  # noqa: BLE001 - training goes on without this look, whatever the record or the disk
@@ -266,22 +284,35 @@ class Job:
             return
         self._warn_of_disk(free)
 
+    def _recall(self, tail: RecordTail) -> None:
+        version = standing(folder_of(self._folder)).newest_version
+        changed_at = evaluations_changed_at(self._folder, resumed=(version, self._config))
+        self._progress.recall(tail.read(), version=version, evaluated_after=changed_at.get(self._eval_set, -1))
+
     def _warn_of_disk(self, free: int) -> None:
         """Say that the disk has little room, and that it has none; each once until there is room again."""
         least, told = self._config.launcher.min_free_disk_bytes, self._disk_told
         level = 2 if free < _FULL_BYTES else 1 if free < least else 0
         self._disk_told = max(told, level) if level else 0
         if level > told:
-            few = f"{self._folder} has {free} bytes free, fewer than launcher.min_free_disk_bytes={least}"
-            lost = "checkpoints, metrics and logs may be missing"
+            few = f"{self._folder} has {free} bytes free"
+            lost = f"launcher.min_free_disk_bytes is {least}: checkpoints, metrics and logs may be missing"
             if level == 2:
-                lost = "no checkpoint and no record can be written, so the line of progress stands still"
+                newest = self._newest_checkpoint() or "the beginning"
+                lost = "no checkpoint and no record can be written, so the line of progress stands still; if the run "
+                lost += f"ends now, the steps after {newest} are lost"
             self._progress.warn(f"{few}: training goes on, but {lost}; free some disk")
+
+    def _words_of_a_worker(self) -> str:
+        """Give the last record of the first worker, which may wait for a server."""
+        words = self._supervisor.last_logged("rollout-0", ": ")
+        return f"rollout-0 says: {words} ({self._folder / 'logs' / 'rollout-0.log'})" if words else ""
 
     def _unsaved(self) -> str:
         """Describe the last checkpoint that could not be written, with the reason from the log of the first rank."""
         reason = self._supervisor.last_logged("learner", f" {UNWRITTEN}: ") or "free some disk"
-        return f"a checkpoint {UNWRITTEN} to {folder_of(self._folder)}: {reason}"
+        log = self._folder / "logs" / "learner.log"
+        return f"a checkpoint {UNWRITTEN} to {folder_of(self._folder)}: {reason} ({log} says more)"
 
     def _ended(self, ranks: LearnerRanks, failure: int | None, tail: RecordTail) -> int | None:
         """Give the learner's exit code; None while the learner runs or restarts."""
@@ -293,14 +324,12 @@ class Job:
         return code if code is None or ends or not ranks.restart(code) else None
 
     def _say_where_to_look(self, ranks: LearnerRanks, code: int) -> None:
-        killed = self._why_killed() if code == 128 + signal.SIGKILL or code in _TOLD_TO_END else None
-        self._progress.warn(ranks.last_words(code) if killed is None else f"{killed}: exit code {named(code)}")
-        remedy = ""
-        if code != 2:
-            newest = self._newest_checkpoint()
+        again = "start again without --resume" if self._config.run.folder is None else "--resume begins again"
+        remedy = f"; there is no checkpoint yet: {again}"
+        if code == 2 and not ranks.has_saved:  # the error of the start has its own remedy
+            remedy = ""
+        elif (newest := self._newest_checkpoint()) is not None:
             remedy = f"; go on from the newest checkpoint with --resume ({newest})"
-            if newest is None:
-                remedy = "; there is no checkpoint yet: --resume begins again"
         self._progress.warn(f"logs: {self._folder / 'logs'}{remedy}")
 
     def _why_killed(self) -> str | None:

@@ -21,7 +21,7 @@ from areal_rloo.config import Config
 from areal_rloo.errors import PreflightError
 from areal_rloo.files import ScratchFolder, memory_folder
 from areal_rloo.launcher.fleet import LocalRoom
-from areal_rloo.launcher.hosts import ClaimedGpus, described_hosts, host_to_show, real_host, this_host
+from areal_rloo.launcher.hosts import ClaimedGpus, described_hosts, host_to_show, real_host, refused_here, this_host
 from areal_rloo.launcher.job import Job, Signals
 from areal_rloo.launcher.placement import Host, Placement
 from areal_rloo.launcher.processes import LocalStarter
@@ -50,11 +50,12 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = parse("local", arguments)
     launcher = options.config.launcher
-    several = launcher.num_hosts > 1
+    refusal = refused_here(launcher)
+    several = bool(refusal)
     if options.dry_run:
         shown, described = host_to_show(launcher)
         hosts = described_hosts(launcher) if several else [shown]
-        say_first(options.config, hosts, "" if several else described)
+        say_first(options.config, hosts, f"a start would be refused: {refusal}" if several else described)
     elif not several:
         say_first(options.config, [real_host(launcher)], starts=True)
     absent = check(options.config, runs_here=not several, dry_run=options.dry_run)
@@ -66,10 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         show_plan(options, hosts, folder, absent=absent, private_folder=private_folder)
         return 0
     if several:
-        raise PreflightError(
-            f"launcher.num_hosts: expected 1 with the local launcher, got {launcher.num_hosts}; "
-            "start it with areal_rloo.launcher.ray or areal_rloo.launcher.slurm"
-        )
+        raise PreflightError(refusal)
     with leaves_nothing(folder):
         hold(folder, options.config, resume=options.resume)
         gpus = ClaimedGpus()

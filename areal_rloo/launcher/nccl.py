@@ -83,7 +83,7 @@ def pair_of(config: Config, hosts: Sequence[Host], *, same_host: bool) -> Pair |
         return None
     if not all(gpus_each(config, hosts)) or shares_gpus(config, hosts):
         return None
-    if config.weights_transport(same_host=same_host) != "collective":
+    if config.weights_transport(same_host=same_host) != "collective" or config.publishes_adapters:
         return None
     try:
         python = find_python(package_of(engine), server, on_gpus=True)

@@ -44,7 +44,6 @@ class Seat:
     host: Host
     gpu_ids: tuple[str, ...]
     num_threads: int
-    memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +68,27 @@ class Placement:
         """The hosts with at least a process, in order."""
         taken = {seat.host.name for seat in self.seats}
         return tuple(host for host in self.hosts if host.name in taken)
+
+
+def crowded_words(config: Config, placement: Placement) -> list[str]:
+    """Say for each host that more processes compute on CPUs than there are cores; none if they take turns.
+
+    A worker of a running server computes nothing.
+    """
+    if config.rollout.takes_turns or (config.launcher.num_hosts > 1 and not config.launcher.cores_per_host):
+        return []  # of hosts that are not known yet
+    computing = placement.learner if config.rollout.server_urls else placement.seats
+    num = Counter(seat.host.name for seat in computing if not seat.gpu_ids)
+    return [
+        f"{num[host.name]} processes compute on {counted(host.num_cores, 'core')} of {host.name} and wait for each "
+        "other; lower rollout.num_workers or learner.num_ranks"
+        for host in placement.used_hosts
+        if num[host.name] > max(2, host.num_cores)
+    ]
+
+
+def counted(num: int, noun: str) -> str:
+    return f"{num} {noun}" if num == 1 else f"{num} {noun}s"
 
 
 def with_counts(config: Config, hosts: Sequence[Host]) -> Config:
@@ -154,13 +174,7 @@ def place(config: Config, hosts: Sequence[Host]) -> Placement:
     def seats(taken: Sequence[tuple[Host, tuple[str, ...]]], num_threads: int) -> tuple[Seat, ...]:
         together = Counter(host.name for host, _ in taken) if config.rollout.takes_turns else num_placed
         return tuple(
-            Seat(
-                host,
-                gpu_ids,
-                num_threads or max(1, host.num_cores // together[host.name]),
-                host.memory_bytes // num_on(host),
-            )
-            for host, gpu_ids in taken
+            Seat(host, gpu_ids, num_threads or max(1, host.num_cores // together[host.name])) for host, gpu_ids in taken
         )
 
     ranks, workers = places[: config.learner.num_ranks], places[config.learner.num_ranks :]
@@ -213,24 +227,26 @@ def gpus_each(config: Config, hosts: Sequence[Host]) -> tuple[int, int]:
 
 
 def shares_gpus(config: Config, hosts: Sequence[Host]) -> bool:
-    """Return True if each worker runs on the GPU of a learner rank."""
-    asked = config.rollout.share_devices
-    wanted = config.rollout.shares or (asked == "auto" and sum(len(host.gpu_ids) for host in hosts) == 1)
+    """Return True if each worker runs on the GPU of a learner rank; with `auto`, a pair on the only GPU."""
+    single = sum(len(host.gpu_ids) for host in hosts) == 1
+    pair = max(config.learner.num_ranks, config.rollout.num_workers) <= 1  # 0: auto
+    wanted = config.rollout.shares or (config.rollout.share_devices == "auto" and single and pair)
     return wanted and gpus_each(config, hosts) == (1, 1)
 
 
 def _too_few(config: Config, hosts: Sequence[Host], rank_gpus: int, worker_gpus: int) -> TooFewError:
     num_ranks, num_workers = config.learner.num_ranks, config.rollout.num_workers
-    wanted = num_ranks * rank_gpus + num_workers * worker_gpus
+    shared = shares_gpus(config, hosts)
+    wanted = max(num_ranks, num_workers) if shared else num_ranks * rank_gpus + num_workers * worker_gpus
     there = sum(len(host.gpu_ids) for host in hosts)
     asked = (
         f"learner.device={config.learner.device}, learner.num_ranks={num_ranks}, "
         f"rollout.device={config.rollout.device}, rollout.num_workers={num_workers}, "
         f"rollout.tensor_parallel={config.rollout.tensor_parallel}"
     )
-    have = f"this machine has {there}" if len(hosts) == 1 else f"the {len(hosts)} hosts have {there}"
+    have = f"the host has {there}" if len(hosts) == 1 else f"the {len(hosts)} hosts have {there}"
     if wanted > there:
         short = f"{have}, {wanted - there} too few"
     else:
         short = f"{have}, but not {worker_gpus} together for each worker (GPUs of a worker are all on one host)"
-    return TooFewError(f"devices: the plan needs {wanted} GPUs ({asked}), {short}")
+    return TooFewError(f"devices: the plan needs {counted(wanted, 'GPU')} ({asked}), {short}")

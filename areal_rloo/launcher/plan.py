@@ -14,12 +14,11 @@ from pathlib import Path
 import msgspec
 
 from areal_rloo.config import ENTRY, Config, is_loopback, validate
-from areal_rloo.launcher.placement import Placement, Seat
+from areal_rloo.launcher.placement import Placement, Seat, counted
 from areal_rloo.ports import host_and_port
 from areal_rloo.wire.address import SocketFile, tcp_text
 
-_TITLES = ("PROCESS", "ROLE", "HOST", "DEVICE", "CPUS", "MEMORY", "RESTARTS", "COMMAND")
-_GIB = 2**30
+_TITLES = ("PROCESS", "ROLE", "HOST", "DEVICE", "CPUS", "RESTARTS", "COMMAND")
 _SERVERS = {"sglang": "SGLang", "vllm": "vLLM"}
 
 
@@ -47,7 +46,6 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: of the process, the log, and the step or actor in a cluster.
-        memory_bytes: share of the host's memory; 0 if unknown.
         environment: variables on top of the launcher's.
         withheld: variables of the launcher that the process does not get.
         command: run in the launcher's working folder.
@@ -60,7 +58,6 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     gpu_ids: tuple[str, ...]
     num_threads: int
-    memory_bytes: int
     environment: dict[str, str]
     withheld: tuple[str, ...] = ()
     command: tuple[str, ...]
@@ -132,7 +129,7 @@ def _preparation(request: JobRequest) -> ProcessSpec:
     config, host = request.config, request.placement.learner_host
     return _spec(
         config,
-        Seat(host, (), host.num_cores, host.memory_bytes),
+        Seat(host, (), host.num_cores),
         name="warm_start",
         role="warm start",
         module="areal_rloo.learner.warm_start",
@@ -186,7 +183,6 @@ def _spec(
         device=_device(seat),
         gpu_ids=seat.gpu_ids,
         num_threads=seat.num_threads,
-        memory_bytes=seat.memory_bytes,
         environment=environment,
         withheld=() if module == "areal_rloo.rollout" or key is None else (key,),
         command=(sys.executable, "-m", module, *arguments),
@@ -237,8 +233,8 @@ def as_table(plan: Plan, placement: Placement) -> str:
     num_processes = Counter(spec.host for spec in specs)
     num_gpus = Counter(host for host, _ in {(spec.host, gpu_id) for spec in specs for gpu_id in spec.gpu_ids})
     hosts = [
-        f"{host.name} ({host.address}): {num_processes[host.name]} processes, "
-        f"{num_gpus[host.name]} of {len(host.gpu_ids)} GPUs, {host.num_cores} cores"
+        f"{host.name} ({host.address}): {num_processes[host.name]} process{'es' * (num_processes[host.name] != 1)}, "
+        f"{num_gpus[host.name]} of {len(host.gpu_ids)} GPUs, {counted(host.num_cores, 'core')}"
         for host in placement.hosts
     ]
     return "\n".join([*lines, "", *hosts])
@@ -251,7 +247,6 @@ def _row(spec: ProcessSpec, plan: Plan) -> tuple[str, ...]:
         spec.host,
         f"cuda:{','.join(spec.gpu_ids)}" if spec.gpu_ids else spec.device,
         str(spec.num_threads),
-        f"{spec.memory_bytes / _GIB:.1f} GiB" if spec.memory_bytes else "-",
         str(plan.max_learner_restarts if spec in plan.learner else spec.max_restarts),
         " ".join(("python", *spec.command[1:])),
     )

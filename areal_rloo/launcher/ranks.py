@@ -16,7 +16,6 @@ from areal_rloo.launcher.plan import Plan
 from areal_rloo.launcher.run_folder import newest_checkpoint
 from areal_rloo.launcher.supervisor import Supervisor, backoff_s, named
 from areal_rloo.learner.checkpoint_folder import (
-    Standing,
     folder_of,
     remove_unfinished,
     standing,
@@ -43,7 +42,7 @@ class LearnerRanks:
         self._folder = folder
         self._progress = progress
         self._num_restarts = 0
-        self._began_from: Standing | None = None
+        self._began_from = standing(folder_of(folder))
         self._was_killed_saving = False  # since the last checkpoint
         self._is_killed_here = False
         self._restarting = False
@@ -59,6 +58,14 @@ class LearnerRanks:
     @property
     def has_restarted(self) -> bool:
         return self._num_restarts > 0
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether the learner has written a checkpoint since its last start."""
+        try:
+            return standing(folder_of(self._folder)).newest_version > self._began_from.newest_version
+        except OSError:
+            return False
 
     @property
     def has_restart_left(self) -> bool:

@@ -22,7 +22,7 @@ from areal_rloo.models.sizes import Sizes
 
 _MOST_TOGETHER = 4  # options of a list; longer lists change more than a user asked for
 _LORA_RANK = 16
-_FEWEST_SLOTS = 64  # of advice
+_FEWEST_SLOTS = 16  # of advice
 RANK, ENGINE = "a rank", "an engine"
 _LEAST_SHOWN_BYTES = 0.05 * GIB  # of a saving
 
@@ -50,23 +50,32 @@ class Remedy:
 
 
 def advice(
-    refusal: TooLargeError, config: Config, model: Sizes, num_gpus: int, needs: Callable[[Config], Needs]
+    refusal: TooLargeError,
+    config: Config,
+    model: Sizes,
+    num_gpus: int,
+    needs: Callable[[Config], Needs],
+    gain: Callable[[Config], str] | None = None,
 ) -> str:
-    """Name each sufficient option, with the saving, or else a list of options sufficient together, or else nothing.
+    """Name each sufficient option, with the gain, or else a list of options sufficient together, or else nothing.
 
-    `needs` plans a config and gives the bytes, or raises a UserError.
+    `needs` plans a config and gives the bytes, or raises a UserError. `gain` describes a sufficient plan; None: by the
+    saving.
     """
 
-    def saved(needed: Needs) -> float:
-        return refusal.needed_bytes[refusal.what] - needed[refusal.what]
+    def saved(needed: Needs) -> str:
+        saving = refusal.needed_bytes[refusal.what] - needed[refusal.what]
+        return f"{saving / GIB:.1f} GiB less" if saving >= _LEAST_SHOWN_BYTES else ""
 
-    enough: dict[str, tuple[Remedy, float]] = {}  # by key, with the saving
-    usable: dict[str, tuple[Remedy, float]] = {}  # the strongest of each key, refused for memory alone
+    enough: dict[str, tuple[Remedy, str]] = {}  # by key, with the gain
+    usable: dict[str, tuple[Remedy, str]] = {}  # the strongest of each key, refused for memory alone
     for remedy in memory_remedies(config, model, num_gpus):
         if remedy.key in enough:
             continue
         try:
-            enough[remedy.key] = remedy, saved(needs(remedy.change(config)))
+            changed = remedy.change(config)
+            needed = needs(changed)
+            enough[remedy.key] = remedy, saved(needed) if gain is None else gain(changed)
         except TooLargeError as error:
             usable[remedy.key] = remedy, saved(error.needed_bytes)
         except UserError:
@@ -89,21 +98,21 @@ def _fits_together(config: Config, remedies: Sequence[Remedy], needs: Callable[[
     return False
 
 
-def _in_words(remedies: Sequence[tuple[Remedy, float]], verb: str, between: str) -> str:
-    """Write assignments as on the command line, each with the saving, and then the options to leave out."""
+def _in_words(remedies: Sequence[tuple[Remedy, str]], verb: str, between: str) -> str:
+    """Write assignments as on the command line, each with the gain, and then the options to leave out."""
     sets = [remedy.words for remedy, _ in remedies if "=" in remedy.words]
     out = [f"leave out {remedy.words}" for remedy, _ in remedies if "=" not in remedy.words]
-    less = {remedy.words: f"{saved / GIB:.1f} GiB less" for remedy, saved in remedies if saved >= _LEAST_SHOWN_BYTES}
+    less = {remedy.words: gain for remedy, gain in remedies if gain}
     if verb == "set":
         parts = [f"{words} ({less[words]})" if words in less else words for words in sets]
         return ", or ".join([f"set {between.join(parts)}", *out] if parts else out)
-    alone = ", ".join(f"{words.partition('=')[0]} {saving}" for words, saving in less.items())
+    alone = ", ".join(f"{words.partition('=')[0]} {gain}" for words, gain in less.items())
     return ", and ".join([f"combine {between.join(sets)}", *out]) + (f" (alone {alone})" if alone else "")
 
 
 def memory_remedies(config: Config, model: Sizes, num_gpus: int) -> Iterator[Remedy]:
     """Give the possible changes, those with the least effect first; of a key, the weakest first."""
-    yield from _in_time(config, model)
+    yield from _in_time(config, model, num_gpus)
     yield from _in_counts(config, model, num_gpus)
     yield from _in_numbers(config)
     for key in given_options(config):
@@ -114,7 +123,7 @@ def memory_remedies(config: Config, model: Sizes, num_gpus: int) -> Iterator[Rem
             return
 
 
-def _in_time(config: Config, model: Sizes) -> Iterator[Remedy]:
+def _in_time(config: Config, model: Sizes, num_gpus: int) -> Iterator[Remedy]:
     """Give changes at the cost of time alone."""
     learner, reference = config.learner, config.model.reference
     if learner.gradient_checkpointing is False:
@@ -125,7 +134,8 @@ def _in_time(config: Config, model: Sizes) -> Iterator[Remedy]:
             yield assign("learner.microbatch_tokens", str(shorter), shorter)
     if reference is not None and not reference.offload and config.algorithm.kl.coefficient > 0:
         yield assign("model.reference.offload", "true", True)
-    if config.rollout.share_devices == "side_by_side":
+    asked = config.rollout.share_devices
+    if asked == "side_by_side" or (asked == "auto" and num_gpus == 1):
         yield assign("rollout.share_devices", "in_turns", "in_turns")
     if broadcast_bytes(model, config).whole and config.launcher.num_hosts == 1 and not config.rollout.server_urls:
         yield assign("weights.transport", "shared_memory", "shared_memory")

@@ -21,14 +21,13 @@ from typing import Any, NoReturn
 from areal_rloo.config import Config, check_unique, dump_config, import_entry, load_config
 from areal_rloo.errors import ConfigError, PreflightError, UserError, shown
 from areal_rloo.files import remove_abandoned
-from areal_rloo.launcher.doctor import Check, Finding, Situation, findings, raise_first
-from areal_rloo.launcher.doctor.addresses import check_metrics_host, check_wire_host
+from areal_rloo.launcher.doctor import Check, Finding, Situation, findings, guarded, raise_first
+from areal_rloo.launcher.doctor.addresses import check_metrics_host, check_servers, check_wire_host
 from areal_rloo.launcher.doctor.disk import check_run_folder
+from areal_rloo.launcher.doctor.hub import check_downloads
 from areal_rloo.launcher.doctor.inputs import (
     check_data_files,
     check_functions,
-    check_hub_datasets,
-    check_hub_models,
     check_loading,
     check_models,
     check_server,
@@ -36,11 +35,11 @@ from areal_rloo.launcher.doctor.inputs import (
 )
 from areal_rloo.launcher.doctor.limits import check_memory, check_processes, lacking_memory
 from areal_rloo.launcher.doctor.software import check_extras
-from areal_rloo.launcher.fit import memory_words, model_sizes, resolved, unused_words
+from areal_rloo.launcher.fit import few_words, memory_words, model_sizes, resolved, unused_words
 from areal_rloo.launcher.gpu_need import gpu_need
 from areal_rloo.launcher.interrupts import NOTHING_STARTED, raise_on_interrupt
 from areal_rloo.launcher.nccl import with_transport
-from areal_rloo.launcher.placement import Host, Placement, place
+from areal_rloo.launcher.placement import Host, Placement, crowded_words, place
 from areal_rloo.launcher.plan import JobRequest, as_json, as_table, on_network, plan_run, wire_address
 from areal_rloo.launcher.run_folder import (
     has_results,
@@ -77,7 +76,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         usage = " ".join(self.format_usage().split()).removeprefix("usage: ")
-        raise ConfigError(f"{message}; expected {usage}")
+        raise ConfigError(f"{message}; expected {usage} [key.path=value ...]")
 
 
 def run_main(main: Callable[[Sequence[str]], int]) -> int:
@@ -141,15 +140,16 @@ def say_first(config: Config, hosts: Sequence[Host], described: str = "", *, sta
     `starts`: a run starts on this host, which needs the server too.
 
     Raises:
-        PreflightError: a device is `cuda`, and there is no GPU.
-        ConfigError: there is neither a GPU nor the server.
+        PreflightError: the config needs a GPU and there is none, for a start or if a device is `cuda`.
     """
     words = gpu_need(config, hosts, model_sizes(config, os.environ))
+    if words and starts:
+        lacks = [found for found in check_server(Situation(config)) if found.error is not None]
+        if not lacks and config.rollout.server is not None:
+            words += ", or set rollout.device=cpu for a server on CPUs"
+        raise PreflightError("; besides, ".join([words, *(f"{found.name}: {found.what}" for found in lacks)]))
     if words and "cuda" in (config.learner.device, config.rollout.device):
-        raise PreflightError(words)
-    for finding in check_server(Situation(config)) if words and starts else ():
-        if finding.error is not None:
-            raise ConfigError(f"{words}; besides, {finding.name}: {finding.what}")
+        raise PreflightError(f"{words}; with launcher.memory_per_gpu=48GB a dry run shows the plan of such a GPU")
     for line in filter(None, (described, words)):
         _say(line)
 
@@ -167,7 +167,7 @@ def check(config: Config, *, runs_here: bool = True, dry_run: bool = False) -> l
     here: tuple[Check, ...] = (check_processes, check_server)
     inputs: tuple[Check, ...] = (check_models, check_functions, check_data_files)
     loading = check_unlisted if dry_run else check_loading
-    for check_input in (*here, *inputs, check_hub_models, check_hub_datasets, loading) if runs_here else inputs:
+    for check_input in (*here, *inputs, check_downloads, loading) if runs_here else inputs:
         try:
             _raise_first(check_input, situation, absent, dry_run=dry_run)
         except OSError as error:  # a folder of another user
@@ -219,7 +219,7 @@ def check_writable(config: Config, folder: Path, *, runs_here: bool = True) -> N
 
 
 def placed(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]:
-    """Replace `auto` in the config and place the processes on the hosts; say which GPUs are unused.
+    """Replace `auto` in the config and place the processes on the hosts; say what of the plan is poor.
 
     Raises:
         UserError: the hosts have too few GPUs, GPUs with too little memory, or two versions of NCCL.
@@ -228,6 +228,8 @@ def placed(config: Config, hosts: Sequence[Host]) -> tuple[Config, Placement]:
     counted = resolved(config, hosts, model)
     placement = place(counted, hosts)
     say_unused(config, placement, model)
+    for line in filter(None, (*crowded_words(counted, placement), few_words(config, hosts, model))):
+        _say(line)
     return on_network(transported(counted, placement), placement), placement
 
 
@@ -269,7 +271,8 @@ def show_plan(
         _say(line)
     request = JobRequest(config, placement, folder, wire_address(config, 0, private_folder), 0, options.resume)
     plan = plan_run(request, model_path="MODEL" if config.model.path == "tiny" else config.model.path)
-    memory = memory_words(config, hosts, model_sizes(config, os.environ))
+    model = model_sizes(config, os.environ)
+    memory = memory_words(config, hosts, model)
     if words := lacking_memory(Situation(config), placement):
         _say(words)
     whole = [dump_config(config), as_table(plan, placement), memory, *([f"\n{script.rstrip()}"] if script else [])]
@@ -329,6 +332,9 @@ def look(config: Config, folder: Path, *, runs_here: bool = True) -> None:
         raise_first([finding])
         if finding.state == "unsure":
             unsure.append(f"{finding.name}: {finding.what}; {finding.fix}")
+    for finding in guarded(check_servers, Situation(config)) if runs_here else ():
+        if finding.state != "ok":  # a server may start later
+            _say(f"{finding.name}: {finding.what}; {finding.fix}")
     setup_logs("launcher", level=config.telemetry.log_level, file=folder / "logs" / "launcher.log")
     for words in unsure:
         logger.warning("%s", words)

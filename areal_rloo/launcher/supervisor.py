@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -81,7 +82,7 @@ class _Child:
     counted_s: list[float] = field(default_factory=list)  # times of the restarts that count
     num_failed_starts: int = 0  # since the process ended
     restart_at_s: float | None = None
-    given_up: bool = False
+    given_up_s: float | None = None  # when no restart was left
 
 
 class Supervisor:
@@ -98,8 +99,8 @@ class Supervisor:
     ) -> None:
         """Own no process yet.
 
-        `goodbye_s`: a process that ended with code 0 is restarted after this time; until then the run may end. `say`
-        tells the user of an unexpected end.
+        `goodbye_s`: a process with exit code 0 is restarted or given up after this time; until then the run may end.
+        `say` tells the user of an unexpected end.
         """
         self._starter = starter
         self._logs = logs
@@ -131,20 +132,27 @@ class Supervisor:
             return True
         if child.restart_at_s is None:
             if code != EXIT_WENT_BACK and not self._has_restart_left(child, code):
-                if not child.given_up:
-                    why = "has no restart left (launcher.max_restarts)"
-                    logger.error("%s ended with code %s and %s", name, named(code), why)
-                child.given_up = True
-                return False
+                if child.given_up_s is None:
+                    child.given_up_s = self._clock()
+                    if code != 0:
+                        self._say_end(name, code, "no restart is left (launcher.max_restarts)")
+                waits = code == 0 and self._clock() - child.given_up_s < self._goodbye_s
+                if code == 0 and not waits and child.given_up_s > -math.inf:  # a goodbye, and the learner goes on
+                    child.given_up_s = -math.inf
+                    self._say_end(name, code, "no restart is left (launcher.max_restarts)")
+                return waits
             wait_s = self._goodbye_s if code == 0 else backoff_s(len(child.counted_s)) * (code != EXIT_WENT_BACK)
             if code != 0:  # else the process drained: probably the learner ends, too, and nothing is restarted
-                self._say(
-                    f"{name} ended with code {named(code)}; restart in {wait_s:.1f} s (logs/{name}.log says more)"
-                )
+                self._say_end(name, code, f"restart in {wait_s:.1f} s")
             child.restart_at_s = self._clock() + wait_s
         if self._clock() >= child.restart_at_s:
             self._restart(child, code)
         return True
+
+    def _say_end(self, name: str, code: int, then: str) -> None:
+        """Tell the user of an end: the exit code, the next action, the logs, and the last line of output."""
+        place = f"{self._logs / name}.out and .log say more"
+        self._say(f"{name} ended with code {named(code)}; {then} ({place}). {self.last_words(name)}".rstrip())
 
     def _has_restart_left(self, child: _Child, code: int) -> bool:
         now_s, most = self._clock(), child.spec.max_restarts
@@ -166,7 +174,7 @@ class Supervisor:
         child.num_restarts += 1
         if code != EXIT_WENT_BACK:  # the learner caused this exit, not the worker
             child.counted_s.append(now_s)
-        child.started_s, child.restart_at_s, child.num_failed_starts, child.given_up = now_s, None, 0, False
+        child.started_s, child.restart_at_s, child.num_failed_starts, child.given_up_s = now_s, None, 0, None
         logger.info("restarted %s (%s, restart %d)", name, child.handle.label, child.num_restarts)
 
     def signal(self, name: str, number: int) -> None:

@@ -42,7 +42,7 @@ from areal_rloo.learner.parallel.ranks import RankLostError, Ranks
 from areal_rloo.learner.rank import LearnerRank
 from areal_rloo.learner.recording import Recorder
 from areal_rloo.learner.reporting import Reporter
-from areal_rloo.learner.resuming import newest_checkpoint, restored_ledger
+from areal_rloo.learner.resuming import check_model, newest_checkpoint, restored_ledger
 from areal_rloo.learner.state import Totals
 from areal_rloo.learner.stretches import begin_stretch
 from areal_rloo.learner.team import Team, follow
@@ -143,7 +143,8 @@ def _run(config: Config, arguments: Arguments) -> int:
 
 def _built(config: Config, arguments: Arguments, ranks: Ranks, checkpoint: Path | None) -> LearnerRank:
     """Build this rank, from a checkpoint if there is any; all ranks do so at the same time."""
-    rank = build_rank(config, model_path=arguments.model_path, device=torch.device(arguments.device), ranks=ranks)
+    device, resumes = torch.device(arguments.device), checkpoint is not None
+    rank = build_rank(config, model_path=arguments.model_path, device=device, ranks=ranks, resumes=resumes)
     if checkpoint is not None:
         rank.load(checkpoint / "shards", num_optimizer_steps=read_state(checkpoint).num_optimizer_steps)
     return rank
@@ -170,6 +171,8 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
     if restored is not None:
         state = restored[1]
         totals, policy_version, history = state.totals, state.policy_version, state.history
+        check_model(state, config, Path(model_path), rank.base)
+        rank.base = state.base
         ledger = restored_ledger(restored, stream, config)
         train_step.resume(state.kl_coefficient)
     registry = CollectorRegistry()
@@ -183,7 +186,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
         offers=broadcaster.offers,
         policy_version=policy_version,
         history=(*history, (uuid.uuid4().hex, policy_version)),
-        lies=Lies(config, vocab_size=rank.vocab_size),
+        lies=Lies(config, vocab_size=int(rank.policy.causal.config.vocab_size)),
         group_filter=load_group_filter(config.algorithm.group_filter),
         num_truncated=lambda: tokenize.num_truncated,
     )
@@ -341,14 +344,16 @@ def _broadcaster(config: Config, arguments: Arguments, rank: LearnerRank) -> Bro
         remove_abandoned()  # under Slurm and Ray, the launcher may be on another host
         transport = SharedMemorySender(manifest, memory_folder())
     else:
+        merges = config.publishes_adapters and config.rollout.server is not None  # in the workers, on CPUs
+        to_cpus = merges or config.rollout.device == "cpu"
         transport = CollectiveSender(
             manifest,
             host=config.wire.host,
-            device=torch.device("cpu" if config.rollout.device == "cpu" else arguments.device),
+            device=torch.device("cpu" if to_cpus else arguments.device),
             timeout_s=timeout_s,
-            ranks_per_worker=config.rollout.tensor_parallel,
+            ranks_per_worker=1 if merges else config.rollout.tensor_parallel,
         )
-        if config.rollout.server is not None:  # the servers receive the buckets, so no worker can check the bytes
+        if config.rollout.server is not None and not merges:  # servers have the buckets: no worker can check the bytes
             on_cpu = config.rollout.device == "cpu" and not config.rollout.server_urls
             sampler = Sampler(("sha256",) if on_cpu else ("sha256", "tiles"), config.rollout.tensor_parallel)
     call_timeout_s = 2 * config.wire.heartbeat_s

@@ -1,4 +1,4 @@
-"""Add low-rank adapters (LoRA, with peft) to a policy; read the weights with adapters apart or merged in.
+"""Add low-rank adapters (LoRA, with peft) to a policy; read them alone, or weights with them apart or merged in.
 
 Adapters *apart* are two more tensors of a layer, LAYER.lora_A.weight [rank, in] and LAYER.lora_B.weight [out, rank],
 already scaled: the layer's output grows by x A^T B^T. *Merged in*, the layer's weight is W + B A. In bfloat16 this sum
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -24,6 +24,7 @@ from areal_rloo.learner.parallel.sharding import local, with_product
 from areal_rloo.models.folder import ADAPTER_DOWN, ADAPTER_UP, check_targets
 
 _ADAPTER = "default"  # the adapter name in peft
+Form = Literal["merged", "apart", "adapters"]  # of weights with adapters; the last without the frozen weights
 _ROWS = 256  # of a weight, compared at once: of whole matrices the copies would have 34 bytes a number
 
 
@@ -55,18 +56,19 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig) -> None:
     peft.inject_adapter_in_model(settings, causal, adapter_name=_ADAPTER)
 
 
-def named_weights(causal: PreTrainedModel, *, apart: bool = False) -> Iterator[tuple[str, Tensor]]:
+def named_weights(causal: PreTrainedModel, form: Form = "merged") -> Iterator[tuple[str, Tensor]]:
     """Yield weights by Hugging Face name, each storage once: tied embeddings appear under the first name.
 
-    Adapters are merged in, or follow `apart`. Sharded weights stay sharded; every rank must then iterate over all.
+    Adapters are merged in, follow apart, or come alone. Sharded weights stay sharded; every rank must then iterate over
+    all.
     """
     adapters = {name: (up, down, scaling) for name, up, down, scaling in _adapters(causal)}
-    for name, parameter in _frozen(causal):
-        if name in adapters and not apart:
+    for name, parameter in _frozen(causal) if form != "adapters" else ():
+        if name in adapters and form == "merged":
             yield name, with_product(parameter, *adapters[name])
         else:
             yield name, parameter
-    for name, (up, down, scaling) in adapters.items() if apart else ():
+    for name, (up, down, scaling) in adapters.items() if form != "merged" else ():
         yield name.removesuffix(".weight") + ADAPTER_DOWN, down
         yield name.removesuffix(".weight") + ADAPTER_UP, scaling * up
 

@@ -9,7 +9,6 @@ place in the norms and in the means of the loss, and it is truncated, or has no 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areal_rloo.algorithm.diagnostics import describe_advantages
 from areal_rloo.algorithm.kl import Estimator, kl_estimate
 from areal_rloo.algorithm.loss import written_by_policy
 from areal_rloo.algorithm.normalization import REWARD_LIMIT, normalize, shape_rewards, token_returns
@@ -73,6 +73,7 @@ class Masks:
 
     of_tokens: list[Tensor]  # of each trajectory [num_completion_tokens] bool, True where the token is in the loss
     stale_tokens: list[int]  # of each trajectory, the number of the policy's tokens past the staleness bound
+    num_in_loss: Tensor  # [num_trajectories] int64, the number of tokens in the loss
     num_truncated: int  # tokens masked because their sample is truncated
     staleness_tokens: Counter[int]  # tokens in the loss, by staleness in versions
 
@@ -110,9 +111,11 @@ def loss_masks(samples: Samples, *, policy_version: int, config: AlgorithmConfig
     if config.rewards.mask_truncated:
         truncated = mask & np.repeat(samples.spread(samples.truncated).numpy(), lengths)
         mask, num_truncated = mask & ~truncated, int(truncated.sum())
+    num_in_loss = torch.from_numpy(np.add.reduceat(mask, firsts, dtype=np.int64))
     values, counts = np.unique(policy_version - versions[mask], return_counts=True)
     staleness_tokens = Counter(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-    return Masks(list(torch.from_numpy(mask).split(lengths)), stale_tokens, num_truncated, staleness_tokens)
+    of_tokens = list(torch.from_numpy(mask).split(lengths))
+    return Masks(of_tokens, stale_tokens, num_in_loss, num_truncated, staleness_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +123,13 @@ class Advantages:
     """The advantages of a batch."""
 
     of_tokens: list[Tensor]  # of each trajectory [num_completion_tokens] float32
+    any_of_tokens: list[bool]  # of each trajectory, True if a token has an advantage other than 0
     numbers: Mapping[str, float]  # by field of TrainRecord; over tokens in the loss, NaN if there are none
 
 
 def compute_advantages(
     samples: Samples,
-    masks: Sequence[Tensor],
+    masks: Masks,
     reference_logprobs: Sequence[Tensor],
     *,
     config: Config,
@@ -134,45 +138,33 @@ def compute_advantages(
 ) -> Advantages:
     """Compute the advantages of a whole batch.
 
-    `masks` are, of each trajectory, [num_completion_tokens] bool, True where the token is in the loss.
-    `reference_logprobs` are likewise float, and empty without a KL in the reward.
+    `reference_logprobs` are, of each trajectory, [num_completion_tokens] float, and empty without a KL in the reward.
     """
     algorithm, trajectories = config.algorithm, samples.trajectories
     rewards = _shaped(samples, config, stop_token_ids)
-    num_limited = int((rewards.abs() >= REWARD_LIMIT).sum())
     group_ids = torch.tensor([trajectory.group_id for trajectory in trajectories])
-    of_samples, lengths = samples.last(group_ids), torch.tensor([len(mask) for mask in masks])
-    num_in_loss = samples.total(torch.stack([mask.sum() for mask in masks]))
-    in_loss = torch.cat(list(masks))
+    of_samples = samples.last(group_ids)
+    lengths = torch.tensor([len(trajectory.completion.tokens) for trajectory in trajectories])
+    num_in_loss = samples.total(masks.num_in_loss)
     penalties = [
         kl_coefficient * _divergence(trajectory, logprobs, algorithm.kl.estimator)
         for trajectory, logprobs in zip(trajectories, reference_logprobs, strict=bool(reference_logprobs))
     ]
-    if penalties and algorithm.returns == "trajectory":
-        rewards = rewards - samples.total(torch.stack([penalty.sum() for penalty in penalties]))
-    normed = normalize(rewards, of_samples, num_in_loss, algorithm.reward_norm)
+    priced = bool(penalties) and algorithm.returns == "trajectory"
+    left = rewards - samples.total(torch.stack([each.sum() for each in penalties])) if priced else rewards
+    normed = normalize(left, of_samples, num_in_loss, algorithm.reward_norm)
     if algorithm.returns == "trajectory":
-        of_trajectories = samples.spread(normalize(normed, of_samples, num_in_loss, algorithm.adv_norm))
-        by_token = of_trajectories.float().repeat_interleave(lengths)
+        values = samples.spread(normalize(normed, of_samples, num_in_loss, algorithm.adv_norm)).float()
+        by_token, counts, any_of_tokens = values.repeat_interleave(lengths), masks.num_in_loss, values != 0
     else:
         own = _token_rewards(trajectories, samples.spread(normed), penalties, scale=algorithm.rewards.scale)
         returns = torch.cat(token_returns(own, algorithm.discount))
-        by_token = normalize(returns, group_ids.repeat_interleave(lengths), in_loss.long(), algorithm.adv_norm).float()
-    counted = by_token[in_loss].double() if in_loss.any() else torch.tensor([math.nan])
-    numbers = {
-        "num_limited_rewards": num_limited,
-        "advantage_mean": float(counted.mean()),
-        "advantage_std": float(counted.std(correction=0)),
-        "advantage_min": float(counted.min()),
-        "advantage_max": float(counted.max()),
-        "advantage_abs_mean": float(counted.abs().mean()),
-    }
-    return Advantages(list(by_token.split(lengths.tolist())), numbers)
-
-
-def behaviour_logprobs(trajectory: Trajectory) -> Tensor:
-    """Give [num_completion_tokens] float32; 0 where another party wrote the token."""
-    return torch.tensor(trajectory.completion.behaviour_logprobs)
+        counts = torch.cat(masks.of_tokens).long()
+        by_token = normalize(returns, group_ids.repeat_interleave(lengths), counts, algorithm.adv_norm).float()
+        firsts = (lengths.cumsum(0) - lengths).numpy()
+        values, any_of_tokens = by_token, torch.from_numpy(np.logical_or.reduceat(by_token.numpy() != 0, firsts))
+    numbers = {"num_limited_rewards": int((rewards.abs() >= REWARD_LIMIT).sum()), **describe_advantages(values, counts)}
+    return Advantages(list(by_token.split(lengths.tolist())), any_of_tokens.tolist(), numbers)
 
 
 def policy_tokens(trajectory: Trajectory) -> Tensor:
@@ -182,7 +174,8 @@ def policy_tokens(trajectory: Trajectory) -> Tensor:
 
 def _divergence(trajectory: Trajectory, reference_logprobs: Tensor, estimator: Estimator) -> Tensor:
     """Give [num_completion_tokens] float64, 0 where another party wrote the token."""
-    divergence = kl_estimate(behaviour_logprobs(trajectory).double(), reference_logprobs.double(), estimator)
+    behaviour = torch.tensor(trajectory.completion.behaviour_logprobs, dtype=torch.float64)
+    divergence = kl_estimate(behaviour, reference_logprobs.double(), estimator)
     return torch.where(policy_tokens(trajectory), divergence, 0.0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -12,26 +13,40 @@ from transformers import PreTrainedModel
 from areal_rloo.config import Config
 from areal_rloo.errors import ConfigError, ModelError, install
 from areal_rloo.learner.adapters import add_adapters
+from areal_rloo.learner.costs import memory_explained
 from areal_rloo.learner.parallel.ranks import Ranks
 from areal_rloo.learner.parallel.sharding import Sharding, fill_shards, shard
 from areal_rloo.learner.rank import LearnerRank
 from areal_rloo.models.device import check_flash
 from areal_rloo.models.equality import check_equality
 from areal_rloo.models.files import computation_dtype, model_folder
+from areal_rloo.models.folder import read_config
 from areal_rloo.models.loading import Reference, decoder_layers, empty_policy, load_policy
 from areal_rloo.models.policy import Policy
-from areal_rloo.models.stored import difference_of_shapes, stored_parameters
+from areal_rloo.models.sizes import Sizes
+from areal_rloo.models.stored import difference_of_shapes, digest_of_files, stored_parameters
 
 
-def build_rank(config: Config, *, model_path: str, device: torch.device, ranks: Ranks | None = None) -> LearnerRank:
+def build_rank(
+    config: Config, *, model_path: str, device: torch.device, ranks: Ranks | None = None, resumes: bool = False
+) -> LearnerRank:
     """Build a rank with the weights of a model; every rank calls this at the same time.
 
-    `model_path` is that of the policy, and of the reference policy if the config says `initial`. Raises ModelError if a
-    model cannot be loaded or the vocabularies differ, and ConfigError or PreflightError if an option does not work on
-    this device.
+    `model_path` is that of the policy, and of the reference policy if the config says `initial`. `resumes`: the run had
+    enough memory before. Raises ModelError if a model cannot be loaded or the vocabularies differ, ConfigError or
+    PreflightError if an option does not work on this device, and as `memory_explained` does.
     """
     check_flash(device, computation_dtype(config.model))
-    ranks, learner, settings = ranks or Ranks(), config.learner, config.model.reference
+    ranks = ranks or Ranks()
+    sizes = Sizes.of(read_config("model.path", model_folder(model_path, weights=ranks.rank == 0)))
+    if sizes is None:  # refused below
+        return _build(config, model_path, device, ranks)
+    with memory_explained((sizes, None), config, device, late=resumes, work="the model with its optimizer"):
+        return _build(config, model_path, device, ranks)
+
+
+def _build(config: Config, model_path: str, device: torch.device, ranks: Ranks) -> LearnerRank:
+    learner, settings = config.learner, config.model.reference
     offload = learner.offload == "parameters"
     sharding = Sharding.over(ranks, device, replicas=learner.num_replicas, offload=offload)
     reference, paths = None, [model_path]
@@ -55,6 +70,10 @@ def build_rank(config: Config, *, model_path: str, device: torch.device, ranks: 
         place = device if sharding is None or not sharding.offload else torch.device("cpu")
         reference = Reference(frozen, device=place, offload=settings.offload)
     rank = LearnerRank(policy, config, device=device, reference=reference, ranks=ranks, sharding=sharding)
+    if ranks.rank == 0:
+        rank.base = digest_of_files(Path(paths[0]))
+        if config.publishes_adapters:
+            rank.manifest = msgspec.structs.replace(rank.manifest, base=rank.base)
     if ranks.rank == 0 and not config.publishes_adapters:
         published = {spec.name: spec.shape for spec in rank.manifest.tensors}
         difference = difference_of_shapes({name: tensor.shape for name, tensor in stored.items()}, published)

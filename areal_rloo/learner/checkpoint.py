@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -133,22 +134,32 @@ class Checkpoints:
             CheckpointError: all checkpoints are damaged, or the newest undamaged checkpoint has another format.
         """
         recover(self.folder)
-        damaged: list[Path] = []
+        damaged: dict[Path, str] = {}
         for path in reversed(list_checkpoints(self.folder).values()):
             try:
                 state = read_checkpoint(path)
             except DecodeError as error:
-                logger.error("checkpoint %s is damaged: %s; trying the previous checkpoint", path, error)
-                damaged.append(path)
+                damaged[path] = f"{path.name} is damaged: {error}"
                 continue
+            _say_resumed(state.policy_version, damaged)
             for later in damaged:
                 set_aside(later)
             return path, state
         if damaged:
             raise CheckpointError(
-                f"{damaged[0].parent}: every checkpoint is damaged; start again with another run.folder"
+                f"{self.folder}: every checkpoint is damaged; start again with another run.folder "
+                f"({'; '.join(damaged.values())})"
             )
         return None
+
+
+def _say_resumed(version: int, damaged: Mapping[Path, str]) -> None:
+    """Log the version of the loaded checkpoint; the launcher repeats this line for the user."""
+    if not damaged:
+        logger.info("resume: from step %d", version)
+        return
+    num_lost = max(version_of(path) or 0 for path in damaged) - version
+    logger.warning("resume: from step %d (steps lost: %d), because %s", version, num_lost, "; ".join(damaged.values()))
 
 
 def read_checkpoint(folder: Path) -> LearnerState:

@@ -14,8 +14,8 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedConfig
 
-from areal_rloo.config import Config
-from areal_rloo.errors import UserError
+from areal_rloo.config import MOST_BETA, Config
+from areal_rloo.errors import ArealRlooError, UserError
 from areal_rloo.learner.memory import GIB, activation_bytes, estimate, in_words
 from areal_rloo.models.device import memory_of
 from areal_rloo.models.policy import Policy
@@ -73,38 +73,86 @@ def peak_flops(device: torch.device, *, configured: float | None, dtype: str) ->
     return next((flops for part, flops in _PEAK_FLOPS if part in name), math.nan)
 
 
+class OutOfMemoryError(ArealRlooError):
+    """Memory ran out in a run that had enough for earlier steps: a restart may go well."""
+
+
+def counted(policy: Policy) -> tuple[Sizes, int]:
+    """Return the sizes of a model with the number of its parameters, and the number of those with a gradient."""
+    sizes = Sizes.of(policy.causal.config.to_dict())
+    assert sizes is not None, "the model has been loaded"
+    numbers = [(parameter.numel(), parameter.requires_grad) for parameter in policy.parameters()]
+    return replace(sizes, counted=sum(n for n, _ in numbers)), sum(n for n, has_gradient in numbers if has_gradient)
+
+
 @contextmanager
-def memory_explained(policy: Policy, config: Config, device: torch.device) -> Iterator[None]:
-    """Turn an out-of-memory error of the block into a UserError with the estimate and the options that lower it."""
+def memory_explained(
+    model: tuple[Sizes, int | None],
+    config: Config,
+    device: torch.device,
+    *,
+    late: bool,
+    work: str = "",
+    resumes: bool = False,
+) -> Iterator[None]:
+    """Explain an out-of-memory error of the block by the estimate and the options that lower it.
+
+    `model`: as `counted`; None instead of the number of trained parameters: as the sizes say. `work`: names the block;
+    empty for a train step, whose rows take the most. `resumes`: the block reads a checkpoint, whose states have their
+    dtypes already.
+
+    Raises:
+        UserError: memory ran out before the run took an optimizer step.
+        OutOfMemoryError: memory ran out later (`late`).
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         known = isinstance(error, MemoryError | torch.OutOfMemoryError)
         if not known and not any(words in str(error) for words in _WORDS):
             raise
-        raise UserError(_out_of_memory(policy, config, device)) from error
+        words = _out_of_memory(model, config, device, late=late, work=work, begun=late or resumes)
+        raise (OutOfMemoryError(words) if late else UserError(words)) from error
 
 
-def _out_of_memory(policy: Policy, config: Config, device: torch.device) -> str:
-    learner, sizes = config.learner, Sizes.of(policy.causal.config.to_dict())
-    assert sizes is not None, "the model has been loaded"
-    sizes = replace(sizes, counted=sum(p.numel() for p in policy.parameters()))
-    num_trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+def _out_of_memory(
+    model: tuple[Sizes, int | None], config: Config, device: torch.device, *, late: bool, work: str, begun: bool
+) -> str:
+    learner, (sizes, num_trained) = config.learner, model
     on_gpu = device.type == "cuda"
     parts = estimate(sizes, config, on_gpu=on_gpu, num_trained=num_trained)
     of_token = activation_bytes(sizes, config, on_gpu=on_gpu)
     free, total = memory_of(device)
-    remedies = [f"lower learner.microbatch_tokens={learner.microbatch_tokens}"]
-    if not learner.gradient_checkpointing:
-        remedies.append("set learner.gradient_checkpointing=true")
-    if learner.offload != "parameters" and device.type == "cuda":
-        remedies.append("set learner.offload=parameters")
-    if learner.optimizer.state_dtype == "float32" and learner.lora is None:
-        remedies.append("set learner.optimizer.state_dtype=bfloat16")
-    remedies.append("raise learner.num_ranks")
-    return (
-        f"out of memory: a step with learner.microbatch_tokens={learner.microbatch_tokens} needs about "
-        f"{sum(parts.values()) / GIB:.2f} GiB on each rank ({in_words(parts)}; "
-        f"{of_token / 1024:.0f} KiB a token), {free / GIB:.2f} of {total / GIB:.2f} GiB were free; "
-        f"{', '.join(remedies)}; then continue with --resume"
+    beside = (
+        f" beside the engine (rollout.share_devices={config.rollout.share_devices})" if config.rollout.shares else ""
     )
+    what = work or f"a step with learner.microbatch_tokens={learner.microbatch_tokens}"
+    remedies = ", ".join(_remedies(config, begun=begun, in_step=not work, on_gpu=on_gpu))
+    return (
+        f"out of memory: {what} did not fit; a step needs about {sum(parts.values()) / GIB:.2f} GiB on each rank "
+        f"({in_words(parts)}; {of_token / 1024:.0f} KiB a token), {free / GIB:.2f} of {total / GIB:.2f} GiB were free"
+        f"{beside}; {'if this repeats, ' if late else ''}{remedies or 'take a larger host or a smaller model'}; then "
+        "continue with --resume"
+    )
+
+
+def _remedies(config: Config, *, begun: bool, in_step: bool, on_gpu: bool) -> Iterator[str]:
+    """Give options that lower the memory and are allowed for this config, with a checkpoint too if `begun`."""
+    learner, rollout = config.learner, config.rollout
+    if in_step and learner.microbatch_tokens > config.trajectory_tokens:
+        yield f"lower learner.microbatch_tokens={learner.microbatch_tokens} (at least {config.trajectory_tokens})"
+    if in_step and not learner.gradient_checkpointing:
+        yield "set learner.gradient_checkpointing=true"
+    if on_gpu and learner.offload != "parameters":
+        yield "set learner.offload=parameters"
+    optimizer = learner.optimizer
+    if not begun and optimizer.state_dtype == "float32" and learner.lora is None:
+        beta = optimizer.betas[1]
+        betas = f" and learner.optimizer.betas=[{optimizer.betas[0]:g}, {MOST_BETA}]" if beta > MOST_BETA else ""
+        yield f"set learner.optimizer.state_dtype=bfloat16{betas}"
+    if on_gpu and not rollout.shares:  # on a CPU, all ranks have the same memory
+        yield f"set learner.num_ranks={learner.num_ranks + learner.num_replicas}"
+    if rollout.shares and rollout.num_slots > 1:
+        yield f"lower rollout.num_slots={rollout.num_slots}"
+    if rollout.shares and not rollout.takes_turns:
+        yield "set rollout.share_devices=in_turns"

@@ -7,7 +7,7 @@ give a different accuracy on every machine.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 
 import torch
@@ -30,26 +30,41 @@ _NUM_VALIDATION = 200
 _ROW_TOKENS = 8192
 
 
-def train_on_demonstrations(model: PreTrainedModel, config: WarmStartConfig, *, seed: int) -> float:
-    """Train with AdamW until greedy accuracy reaches `until_accuracy`, then restore earlier, weaker weights.
+Example = tuple[str, str]
+"""A prompt and a completion."""
 
-    The restored weights are the last with greedy accuracy of at most `keep_accuracy`, so RL has something to learn.
-    Returns the greedy accuracy of these weights.
-    """
-    tokenizer = make_tiny_tokenizer()
+Draw = Callable[[int], Sequence[Example]]
+"""Draw a number of noisy demonstrations."""
+
+
+def sums(config: WarmStartConfig, *, seed: int) -> tuple[Draw, list[Example]]:
+    """Return the demonstrations of the built-in arithmetic, and examples without errors to validate."""
     task = ArithmeticTask(SourceConfig(), seed)
     items, rng = task.items("train"), random.Random(seed)
-    validation = [
-        _encoded(tokenizer, item.text, demonstration(item, rng, error_rate=0.0))
-        for item in task.validation_items()[:_NUM_VALIDATION]
-    ]
+
+    def draw(num: int) -> list[Example]:
+        chosen = [items[rng.randrange(len(items))] for _ in range(num)]
+        return [(item.text, demonstration(item, rng, error_rate=config.error_rate)) for item in chosen]
+
+    held_out = task.validation_items()[:_NUM_VALIDATION]
+    return draw, [(item.text, demonstration(item, rng, error_rate=0.0)) for item in held_out]
+
+
+def train_on_demonstrations(
+    model: PreTrainedModel, config: WarmStartConfig, draw: Draw, examples: Sequence[Example]
+) -> float:
+    """Train with AdamW until greedy accuracy reaches `until_accuracy`, then restore earlier, weaker weights.
+
+    The restored weights are the last with greedy accuracy of at most `keep_accuracy` on the examples, so RL has
+    something to learn. Returns the greedy accuracy of these weights.
+    """
+    tokenizer = make_tiny_tokenizer()
+    validation = [_encoded(tokenizer, *example) for example in examples]
     model.set_attn_implementation(PACKED_ATTENTION)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
     kept, kept_step, kept_accuracy, accuracy = deepcopy(model.state_dict()), 0, 0.0, 0.0
     for step in range(1, config.max_steps + 1):
-        chosen = [items[rng.randrange(len(items))] for _ in range(config.batch_size)]
-        texts = [(item.text, demonstration(item, rng, error_rate=config.error_rate)) for item in chosen]
-        loss = _step(model, optimizer, [_encoded(tokenizer, prompt, text) for prompt, text in texts])
+        loss = _step(model, optimizer, [_encoded(tokenizer, *drawn) for drawn in draw(config.batch_size)])
         if step % 200 == 0:
             logger.info("warm start: step %d, loss %.3f, greedy accuracy %.2f", step, loss, accuracy)
         if step % _CHECK_EVERY == 0 and loss < _HOPEFUL_LOSS:

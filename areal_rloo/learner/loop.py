@@ -74,8 +74,9 @@ class Learner:
                 self.intake.wait_for_evaluation()
         reason = "drained" if self.intake.draining else "completed" if completed else "end_of_data"
         self.reporter.update_totals(self.intake.statistics())
-        self._gather_partials()
-        self.save_checkpoint()
+        if self.policy_version > 0 or self.reporter.totals.generated_tokens > 0:  # else nothing is worth a resume
+            self._gather_partials()
+            self.save_checkpoint()
         if not self.checkpoints.wait():
             raise UnsavedError(
                 f"version {self.policy_version} could not be saved (see logs/learner.log): the steps since the newest "
@@ -102,6 +103,7 @@ class Learner:
             totals=msgspec.structs.replace(self.reporter.totals),
             kl_coefficient=self.train_step.kl_coefficient,
             num_optimizer_steps=self.train_step.team.num_optimizer_steps,
+            base=self.train_step.team.own.base,
             **self.intake.snapshot(capture).encoded(),
         )
         self.checkpoints.save(state, config=self.config, team=self.train_step.team, tokenizer=self.tokenizer)

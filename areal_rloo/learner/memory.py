@@ -42,11 +42,17 @@ def broadcast_bytes(model: Sizes, config: Config) -> Broadcast:
     memory."""
     if config.weights_transport(same_host=config.launcher.num_hosts == 1) == "shared_memory":
         return Broadcast(0.0, 0.0, 0.0)
-    num = trained_numbers(model, config) if config.publishes_adapters else model.num_parameters
-    low = number_bytes(config)
+    low, published = number_bytes(config), published_bytes(model, config)
     of_layer = max(config.weights.bucket_bytes, low * model.largest_of_layer)
     longest = max(of_layer, low * model.head)
-    return Broadcast(*(float(min(low * num, size)) for size in (low * num, longest, longest + of_layer)))
+    return Broadcast(*(float(min(published, size)) for size in (published, longest, longest + of_layer)))
+
+
+def published_bytes(model: Sizes, config: Config) -> int:
+    """Return the bytes of a version of the weights: adapters alone are float32."""
+    if config.publishes_adapters:
+        return 4 * trained_numbers(model, config)
+    return number_bytes(config) * model.num_parameters
 
 
 def activation_bytes(model: Sizes, config: Config, *, on_gpu: bool) -> float:
@@ -133,6 +139,11 @@ def in_words(parts: dict[str, float]) -> str:
     """Format an estimate, the largest part first."""
     ordered = sorted(parts.items(), key=lambda item: -item[1])
     return " + ".join(f"{part} {size / GIB:.2f}" for part, size in ordered)
+
+
+def in_gib(gpu_bytes: int) -> str:
+    """Format the memory of a GPU, also in GB, as vendors write it and as configs may."""
+    return f"{gpu_bytes / GIB:.1f} GiB ({gpu_bytes / 1e9:.0f} GB)"
 
 
 def _logit_bytes(model: Sizes, config: Config) -> int:

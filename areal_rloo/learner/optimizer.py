@@ -96,6 +96,14 @@ def empty_state(parameter: torch.nn.Parameter, optimizer: Optimizer) -> dict[str
     }
 
 
+def make_states(optimizer: Optimizer, home: torch.device) -> None:
+    """Make all missing states, with the moments at `home`; so the first train step needs as much memory as the next."""
+    trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for parameter in (parameter for parameter in trained if not optimizer.state.get(parameter)):
+        optimizer.state[parameter] = empty_state(parameter, optimizer)
+        _move_moments(optimizer, parameter, home)
+
+
 def step_with_states_from(optimizer: Optimizer, home: torch.device, device: torch.device) -> None:
     """Take an optimizer step on `device`. If the moments are at another `home`, step a parameter at a time.
 

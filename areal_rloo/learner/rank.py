@@ -20,9 +20,9 @@ from torch import Tensor
 from areal_rloo.algorithm.diagnostics import Sums, measure
 from areal_rloo.algorithm.loss import LossOutput, TokenOutcomes
 from areal_rloo.config import Config
-from areal_rloo.learner.adapters import Rounding, named_weights, rounding
-from areal_rloo.learner.costs import memory_explained, peak_flops
-from areal_rloo.learner.optimizer import make_optimizer, set_schedule, step_with_states_from
+from areal_rloo.learner.adapters import Form, Rounding, named_weights, rounding
+from areal_rloo.learner.costs import counted, memory_explained, peak_flops
+from areal_rloo.learner.optimizer import make_optimizer, make_states, set_schedule, step_with_states_from
 from areal_rloo.learner.packing import Microbatch, Row, RowLoss
 from areal_rloo.learner.parallel.files import load_shards, save_shards, state_of
 from areal_rloo.learner.parallel.ranks import Ranks
@@ -49,7 +49,7 @@ class Trained(msgspec.Struct, frozen=True, tag="trained"):
 
 
 class LearnerRank:
-    """A policy, an optimizer, and the computations on both. All raise UserError if memory runs out (`costs`)."""
+    """A policy, an optimizer, and the computations on both. All explain missing memory (`costs.memory_explained`)."""
 
     def __init__(
         self,
@@ -63,29 +63,22 @@ class LearnerRank:
     ) -> None:
         """The policy is on `device`, and sharded if there are other ranks; no `ranks` are a single rank."""
         learner, settings = config.learner, config.model.reference
-        self.policy = policy
-        self.reference = reference
-        self.ranks = ranks or Ranks()
-        self.apart_manifest = self._manifest(config, apart=True)
-        self._merges = config.learner.lora is not None and not config.publishes_adapters
-        self.manifest = self._manifest(config, apart=False) if self._merges else self.apart_manifest
+        self.policy, self.reference, self.ranks, self.base = policy, reference, ranks or Ranks(), ""
+        self._model = counted(policy)
+        self.apart_manifest = self._manifest(config, "apart")
+        self._published: Form = "adapters" if config.publishes_adapters else "merged"
+        self.manifest = self._manifest(config, self._published)
+        self._rounds = config.learner.lora is not None and config.rollout.server is not None
         self.peak_flops = peak_flops(device, configured=learner.peak_flops, dtype=config.model.dtype)
         self.optimizer, self.schedule = make_optimizer(
             policy, learner.optimizer, num_optimizer_steps=learner.num_train_steps * learner.num_minibatches
         )
-        self._config = config
-        self._device = device
-        self._sharding = sharding
+        self._config, self._device, self._sharding = config, device, sharding
         self._home = torch.device("cpu") if learner.offload == "parameters" else device  # of parameters between layers
         self._resting = torch.device("cpu") if learner.offload == "optimizer" else self._home
         refreshes = settings is not None and settings.refresh_every_n_versions is not None
         self._refreshed = reference.policy if reference is not None and refreshes else None
         self._saving: Future[Any] | None = None
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids of the model."""
-        return int(self.policy.causal.config.vocab_size)
 
     def score(self, microbatches: Iterable[Microbatch]) -> list[Tensor]:
         """Compute the logprobs of the targets under the reference: of each row [num_targets] float32, on the CPU."""
@@ -97,12 +90,13 @@ class LearnerRank:
         """Take an optimizer step for each minibatch; `RowLoss` documents the columns of the rows."""
         trained = Trained([], [], [], [], {"proximal": 0.0, "forward": 0.0, "backward": 0.0, "optimizer": 0.0})
         with self._memory_explained():
+            make_states(self.optimizer, self._resting)
             with self._timed(trained.times, "proximal"):
                 proximal = self._proximal(minibatches)
             for minibatch, anchors in zip(minibatches, proximal, strict=True):
                 progress = sum(trained.stepped) / len(minibatches)
                 self._optimize(minibatch, anchors, progress, kl_coefficient, trained)
-            if self._merges:
+            if self._rounds:
                 trained.times["rounding"] = 0.0
                 with self._timed(trained.times, "rounding"):
                     trained.roundings.append(rounding(self.policy.causal, computation_dtype(self._config.model)))
@@ -111,7 +105,7 @@ class LearnerRank:
     def refresh_reference(self) -> None:
         """Copy the current weights of the policy into the reference."""
         assert self.reference is not None, "refresh needs a reference"
-        with self._memory_explained():
+        with self._memory_explained("refreshing the reference"):
             self.reference.refresh(self.policy.causal.named_parameters())
 
     def weights(self, buckets: Sequence[Tensor] | None = None, *, apart: bool) -> None:
@@ -120,8 +114,8 @@ class LearnerRank:
         `apart`: lay them out as in `apart_manifest`, with adapters apart; else as in `manifest`, as the engines get.
         """
         manifest = self.apart_manifest if apart else self.manifest
-        named = named_weights(self.policy.causal, apart=apart or not self._merges)
-        with self._memory_explained():
+        named = named_weights(self.policy.causal, "apart" if apart else self._published)
+        with self._memory_explained("gathering the weights"):
             gather_weights(manifest, named, buckets, self._sharding)
 
     def state(self) -> dict[str, Tensor]:
@@ -130,7 +124,7 @@ class LearnerRank:
 
     def save(self, folder: Path) -> Future[Any]:
         """Start writing the state into `folder`; every rank calls this. The future is that of `save_shards`."""
-        with self._memory_explained():
+        with self._memory_explained("copying the states for a checkpoint"):
             self._saving = save_shards(self.state(), folder, self.ranks)
         return self._saving
 
@@ -141,16 +135,19 @@ class LearnerRank:
 
     def load(self, folder: Path, *, num_optimizer_steps: int) -> None:
         """Restore the state that `save` wrote, with any number of ranks; raises CheckpointError if it does not fit."""
-        load_shards(folder, self.ranks, self.policy, self.optimizer, self._refreshed)
+        with self._memory_explained("reading a checkpoint", resumes=True):
+            load_shards(folder, self.ranks, self.policy, self.optimizer, self._refreshed)
         set_schedule(self.schedule, num_optimizer_steps)
 
-    def _manifest(self, config: Config, *, apart: bool) -> Manifest:
-        named = named_weights(self.policy.causal, apart=apart)
-        dtype = computation_dtype(config.model)
+    def _manifest(self, config: Config, form: Form) -> Manifest:
+        named = named_weights(self.policy.causal, form)
+        # Adapters are small, and a merge must round the weights only once.
+        dtype = torch.float32 if form == "adapters" else computation_dtype(config.model)
         return build_manifest(named, bucket_bytes=config.weights.bucket_bytes, dtype=dtype)
 
-    def _memory_explained(self) -> AbstractContextManager[None]:
-        return memory_explained(self.policy, self._config, self._device)
+    def _memory_explained(self, work: str = "", *, resumes: bool = False) -> AbstractContextManager[None]:
+        late = self.schedule.last_epoch > 0
+        return memory_explained(self._model, self._config, self._device, late=late, work=work, resumes=resumes)
 
     def _proximal(self, minibatches: Sequence[Sequence[Microbatch]]) -> list[list[Tensor | None]]:
         """Compute proximal logprobs by minibatch and row; None if they are derived from the current logprobs.

@@ -14,6 +14,7 @@ from areal_rloo.intake.refit import refit
 from areal_rloo.learner.checkpoint import Checkpoints
 from areal_rloo.learner.state import LearnerState, restore_ledger
 from areal_rloo.learner.stretches import CONFIG_NAME, changes_since
+from areal_rloo.models.stored import check_base
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
@@ -35,10 +36,21 @@ def newest_checkpoint(checkpoints: Checkpoints, config: Config, *, resume: bool)
         logger.warning("there is no checkpoint yet: start from the beginning")
         return None
     path, state = restored
-    logger.info("resuming from %s at version %d", path, state.policy_version)
     for change in changes_since(path, config):
         logger.info("%s", change.line(state.policy_version))
     return restored
+
+
+def check_model(state: LearnerState, config: Config, folder: Path, found: str) -> None:
+    """Raise ModelError if a resume needs the model with which the run began, and `folder` has the digest `found`.
+
+    All weights are in the checkpoint. But engines add adapters to the files, and the initial reference policy is read
+    from them.
+    """
+    reference = config.model.reference
+    is_initial = reference is not None and reference.path == "initial" and reference.refresh_every_n_versions is None
+    if config.publishes_adapters or (is_initial and config.algorithm.kl.coefficient > 0):
+        check_base(state.base, found, folder)
 
 
 def restored_ledger(restored: Restored, stream: PromptStream, config: Config) -> Ledger:
@@ -50,6 +62,8 @@ def restored_ledger(restored: Restored, stream: PromptStream, config: Config) ->
         ledger, before=before, now=config, policy_version=state.policy_version, give_back=stream.give_back
     )
     if num_dropped:
-        text = "%d of %d groups under way do not fit the changed options: they are dropped, their prompts come again"
+        text = (
+            "resume: %d of %d groups under way do not fit the changed options and are dropped; their prompts come again"
+        )
         logger.warning(text, num_dropped, num_live)
     return ledger

@@ -26,7 +26,7 @@ from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, en
 from areal_rloo.wire.messages import Count, History, Version
 from areal_rloo.wire.turns import decode_turns
 
-_FORMAT = 9
+_FORMAT = 10
 _Sum = Annotated[float, Meta(ge=-1e12, le=1e12)]  # rounding may make a small sum negative
 
 
@@ -64,6 +64,7 @@ class LearnerState(_Format, frozen=True):
     totals: Totals
     kl_coefficient: Annotated[float, Meta(ge=0, le=1e300)]
     num_optimizer_steps: Count
+    base: str  # digest of the model with which the run began (`models/stored.py`)
 
 
 class Captured(NamedTuple):

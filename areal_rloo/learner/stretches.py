@@ -10,13 +10,12 @@ The learner writes the files in `configs`, because only the learner knows from w
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
 from pathlib import Path
 from typing import NamedTuple
 
-from areal_rloo.config import Config, dump_config, load_config
+from areal_rloo.config import Config, EvalSourceConfig, dump_config, load_config
 from areal_rloo.config.resume import Change, changes, shown
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import CheckpointError, ConfigError, DecodeError
@@ -84,13 +83,38 @@ def read_stretches(run_folder: Path) -> list[Stretch]:
     stretches: list[Stretch] = []
     before: Config | None = None
     for version, path in _files(run_folder).items():
-        config: Config | None = None
-        with contextlib.suppress(ConfigError):  # of another version of areal_rloo
-            config = load_config(str(path))
+        config = _loaded(path)
         found = changes(before, config) if before is not None and config is not None else []
         stretches.append(Stretch(version, read_regular(path).decode(errors="replace"), found))
         before = config
     return stretches
+
+
+def evaluations_changed_at(run_folder: Path, *, resumed: tuple[int, Config] | None = None) -> dict[str, int]:
+    """Give by evaluation set the version after which accuracies can be compared: of the last change, or -1.
+
+    `resumed`: the version and the config of a resume whose learner has not begun.
+    """
+    configs = {version: _loaded(path) for version, path in _files(run_folder).items()}
+    if resumed is not None:
+        configs = {version: config for version, config in configs.items() if version < resumed[0]}
+        configs[resumed[0]] = resumed[1]
+    measured: dict[str, tuple[EvalSourceConfig, int]] = {}
+    changed_at: dict[str, int] = {}
+    known = [(version, config) for version, config in configs.items() if config is not None]
+    for version, config in known:
+        for source in config.data.eval_sources:
+            before, now = measured.get(source.label), (source, config.eval_max_new_tokens)
+            changed_at[source.label] = changed_at.get(source.label, -1) if before in (None, now) else version
+            measured[source.label] = now
+    return changed_at
+
+
+def _loaded(path: Path) -> Config | None:
+    try:
+        return load_config(str(path))
+    except ConfigError:  # of another version of areal_rloo
+        return None
 
 
 def _files(run_folder: Path) -> dict[int, Path]:

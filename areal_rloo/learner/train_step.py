@@ -28,15 +28,7 @@ from areal_rloo.algorithm.kl import Estimator, adapted_coefficient, kl_estimate
 from areal_rloo.algorithm.loss import sample_weights
 from areal_rloo.config import Config
 from areal_rloo.learner.adapters import lost_share
-from areal_rloo.learner.advantages import (
-    Advantages,
-    Masks,
-    Samples,
-    behaviour_logprobs,
-    compute_advantages,
-    loss_masks,
-    policy_tokens,
-)
+from areal_rloo.learner.advantages import Advantages, Masks, Samples, compute_advantages, loss_masks, policy_tokens
 from areal_rloo.learner.costs import speed
 from areal_rloo.learner.packing import PackedBatch, pack
 from areal_rloo.learner.rank import Times
@@ -114,7 +106,7 @@ class TrainStep:
         reference = self._reference(samples.trajectories, policy_version)
         advantages = compute_advantages(
             samples,
-            masks.of_tokens,
+            masks,
             () if self._kl_in_loss else reference.logprobs,
             config=self._config,
             kl_coefficient=self.kl_coefficient,
@@ -151,7 +143,8 @@ class TrainStep:
             packed = self._pack(trajectories)
             by_trajectory = packed.unpacked(self.team.score(packed.microbatches))
             written = torch.cat([policy_tokens(trajectory) for trajectory in trajectories])
-            behaviour = torch.cat([behaviour_logprobs(trajectory) for trajectory in trajectories]).double()[written]
+            drawn = np.concatenate([trajectory.completion.behaviour_logprobs for trajectory in trajectories])
+            behaviour = torch.from_numpy(drawn).double()[written]
             scored = torch.cat(by_trajectory).double()[written]
             times["reference"] = time.perf_counter() - started_s
 
@@ -170,11 +163,11 @@ class TrainStep:
         minibatches = []
         for share in np.array_split(order, min(self._config.learner.num_minibatches, len(order))):
             indices = np.isin(samples.number, share).nonzero()[0].tolist()
-            weights = self._token_weights([masks.of_tokens[i] for i in indices], samples.number[indices])
+            weights = self._token_weights(masks.num_in_loss[indices], samples.number[indices])
             weight_of = dict(zip(indices, weights, strict=True))
             # A trajectory without an advantage has a gradient only if a KL or an entropy is in the loss. Without a
             # gradient it is not computed, but its tokens count in the denominator. The first is kept for the metrics.
-            live = [i for i in indices if all_live or bool(advantages.of_tokens[i].any())] or indices[:1]
+            live = [i for i in indices if all_live or advantages.any_of_tokens[i]] or indices[:1]
             kept = [samples.trajectories[i] for i in live]
             columns = {
                 "behaviour": [trajectory.completion.behaviour_logprobs for trajectory in kept],
@@ -187,12 +180,11 @@ class TrainStep:
             minibatches.append(self._pack(kept, columns=columns))
         return minibatches
 
-    def _token_weights(self, masks: Sequence[Tensor], sample_numbers: Tensor) -> list[np.float32]:
+    def _token_weights(self, num_in_loss: Tensor, sample_numbers: Tensor) -> list[np.float32]:
         """Give the share of a token of each trajectory in the mean over the minibatch."""
         index = torch.unique(sample_numbers, return_inverse=True)[1]  # from 0 in this minibatch
-        in_loss = torch.stack([mask.sum() for mask in masks])
         weights = sample_weights(
-            in_loss.new_zeros(int(index.max()) + 1).scatter_add(0, index, in_loss),
+            num_in_loss.new_zeros(int(index.max()) + 1).scatter_add(0, index, num_in_loss),
             max_new_tokens=self._config.rollout.sampling.max_new_tokens,
             config=self._config.algorithm.loss,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -28,16 +29,12 @@ def turn_of_learner(
     def tell(computes: bool) -> None:
         intake.fleet.engines_wait = computes  # a flag, which the loop reads
 
-    # A drain must not end during the wait for an engine that hangs.
-    patience_s = min(PATIENCE_S, config.launcher.drain_timeout_s / 2)
-    server = config.rollout.server
-    turn = LearnerTurn(
-        run_folder,
-        free=team.free_memory,
-        tell=tell,
-        patience_s=patience_s,
-        start_s=0.0 if server is None else server.start_timeout_s,
-        hurries=lambda: intake.draining,
-    )
+    def drain_s() -> float:  # the launcher kills a learner that waits for an engine at the end of a drain
+        return config.launcher.drain_timeout_s / 2 if intake.draining else math.inf
+
+    # A server may start twice (`ManagedServer.open`), with an update on each side.
+    server_s = 0.0 if (server := config.rollout.server) is None else server.start_timeout_s
+    busy_s = PATIENCE_S + 2 * server_s + 2 * config.weights.timeout_s
+    turn = LearnerTurn(run_folder, free=team.free_memory, tell=tell, busy_s=busy_s, drain_s=drain_s)
     watch(registry, TurnStatistics, turn.statistics)
     return turn

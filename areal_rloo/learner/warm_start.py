@@ -78,14 +78,16 @@ def _made(recipe: TinyModelConfig, parent: Path, num_threads: int | None) -> tup
     import torch  # noqa: PLC0415 - takes seconds, like the imports below
     from transformers.utils import logging as transformers_logging  # noqa: PLC0415
 
-    from areal_rloo.learner.demonstrations import train_on_demonstrations  # noqa: PLC0415
+    from areal_rloo.learner.demonstrations import sums, train_on_demonstrations  # noqa: PLC0415
     from areal_rloo.models.tiny import make_tiny_model, save_tiny_model  # noqa: PLC0415
 
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     transformers_logging.disable_progress_bar()
     model, start = make_tiny_model(recipe), recipe.warm_start
-    accuracy = None if start is None else train_on_demonstrations(model, start, seed=recipe.seed)
+    accuracy = None
+    if start is not None:
+        accuracy = train_on_demonstrations(model, start, *sums(start, seed=recipe.seed))
     folder = parent / f".unfinished-{uuid.uuid4().hex}"
     folder.mkdir()  # with the mode of the umask
     save_tiny_model(model, folder)

@@ -64,9 +64,14 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, 
         if not isinstance(stop, int) or not 0 <= stop < most:
             raise ModelError(
                 f"model.path: {path}: a completion ends at token {shown(stop)} (eos_token_id of generation_config.json "
-                f"or of the tokenizer), expected an id below vocab_size={most}; correct the file, or take another model"
+                f"or of the tokenizer), expected an id below vocab_size={most}; {_cure(folder)}, or take another model"
             )
     return tuple(sorted({int(stop) for stop in stops if isinstance(stop, int)}))
+
+
+def _cure(folder: Path) -> str:
+    lacks = not (folder / "tokenizer_config.json").is_file()  # special tokens then get new ids
+    return "copy the missing tokenizer_config.json into the folder" if lacks else "correct the file"
 
 
 def check_tokens(path: str) -> None:
@@ -143,9 +148,11 @@ def snapshot(path: str, *, weights: bool = True) -> Path:
 
 @contextmanager
 def reading_model(path: str) -> Iterator[None]:
-    """Raise a ModelError if the libraries that read the files of a model raise any error in the block."""
+    """Raise a ModelError if the libraries that read the files of a model raise any error but a lack of memory."""
     try:
         yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:
         raise ModelError(unreadable(path, error)) from error
 

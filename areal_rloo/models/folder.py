@@ -177,6 +177,13 @@ class StoredTensor:
     dtype: str  # as in the header
     shape: tuple[int, ...]
     num_bytes: int
+    stamp: tuple[int, int, int]  # of the file
+
+
+def stamp_of(file: Path) -> tuple[int, int, int]:
+    """Return numbers of a file that change when another file takes the place, or bytes are written."""
+    status = file.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def stored_tensors(key: str, folder: Path) -> dict[str, StoredTensor]:
@@ -187,9 +194,10 @@ def stored_tensors(key: str, folder: Path) -> dict[str, StoredTensor]:
     """
     tensors = {}
     for file in _weight_files(key, folder):
+        stamp = stamp_of(file)
         for name, tensor in _header(key, file).items():
             first, end = tensor.data_offsets
-            tensors[name] = StoredTensor(file, name, tensor.dtype, tensor.shape, end - first)
+            tensors[name] = StoredTensor(file, name, tensor.dtype, tensor.shape, end - first, stamp)
     return tensors
 
 

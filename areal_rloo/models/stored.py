@@ -6,8 +6,13 @@ the module (`embed_out` of gpt_neox), or buffers of former versions; transformer
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +22,20 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from areal_rloo.errors import ModelError
+from areal_rloo.errors import EngineError, ModelError
 from areal_rloo.models.files import reading_model
-from areal_rloo.models.folder import HEAD, StoredTensor, check_weights
+from areal_rloo.models.folder import (
+    ADAPTER_DOWN,
+    ADAPTER_UP,
+    HEAD,
+    StoredTensor,
+    check_weights,
+    read_config,
+    stamp_of,
+)
 
+_MOST_FILES = 16  # read at the same time
+_OF_FILES = ("_name_or_path", "transformers_version")  # keys of config.json that say nothing of the model
 _LOADING = threading.Lock()  # transformers keeps the state of a load in globals
 
 
@@ -100,12 +115,82 @@ def _check_head(key: str, folder: Path, head: StoredTensor | None, parameters: C
 
 
 def read_parameters(parameters: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
-    """Read parameters from their files, with the dtypes of the files; opens each file once."""
-    for file in sorted({tensor.file for tensor in parameters.values()}):
+    """Read parameters from their files, with the dtypes of the files; opens each file once.
+
+    Raises:
+        ModelError: a file is not the one that `stored_parameters` found.
+    """
+    for file, stamp in sorted({(tensor.file, tensor.stamp) for tensor in parameters.values()}):
+        if stamp != stamp_of(file):
+            raise ModelError(
+                f"model.path: {file} has changed since this process read it first; expected the same files during a "
+                "run; put the first model back, and start again with --resume"
+            )
         with safe_open(file, framework="pt") as opened:
             for name, tensor in parameters.items():
                 if tensor.file == file:
                     yield name, opened.get_tensor(tensor.name)
+
+
+def merged(
+    parameters: Mapping[str, StoredTensor], adapters: Mapping[str, Tensor], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Read parameters from their files and add adapters (`learner/adapters.py`), in float32, then round to the dtype.
+
+    Raises:
+        EngineError: an adapter is of no parameter.
+        ModelError: as `read_parameters`.
+    """
+    layers = {name.removesuffix(ADAPTER_DOWN) for name in adapters if name.endswith(ADAPTER_DOWN)}
+    if unknown := layers - {name.removesuffix(".weight") for name in parameters}:
+        raise EngineError(f"adapters do not fit the model: unknown {sorted(unknown)[:3]}")
+    for name, tensor in read_parameters(parameters):
+        layer = name.removesuffix(".weight")
+        if layer in layers:
+            up, down = (adapters[layer + end].float() for end in (ADAPTER_UP, ADAPTER_DOWN))
+            yield name, torch.addmm(tensor.float(), up, down).to(dtype)
+        else:
+            yield name, tensor.to(dtype)
+
+
+def digest_of_files(folder: Path) -> str:
+    """Return a digest of the weights and of config.json, whatever files hold the weights.
+
+    It takes about a second for each 2 GB of the largest file.
+
+    Raises:
+        ModelError: the folder has no readable weights.
+    """
+    files: defaultdict[Path, list[StoredTensor]] = defaultdict(list)
+    for tensor in check_weights("model.path", folder).values():
+        files[tensor.file].append(tensor)
+    config = {name: value for name, value in read_config("model.path", folder).items() if name not in _OF_FILES}
+    digest = sha256(json.dumps(config, sort_keys=True).encode())
+    with ThreadPoolExecutor(_MOST_FILES) as threads:  # hashing lets other threads run
+        digests = dict(chain.from_iterable(threads.map(_digests, files, files.values())))
+    for name in sorted(digests):
+        digest.update(digests[name])
+    return digest.hexdigest()[:32]
+
+
+def _digests(file: Path, stored: Iterable[StoredTensor]) -> list[tuple[str, bytes]]:
+    found = []
+    with safe_open(file, framework="pt") as opened:
+        for each in stored:
+            tensor = opened.get_tensor(each.name)
+            digest = sha256(repr((each.name, tensor.dtype, tensor.shape)).encode())
+            digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+            found.append((each.name, digest.digest()))
+    return found
+
+
+def check_base(expected: str, found: str, folder: Path) -> None:
+    """Raise ModelError if a folder has another digest than the model with which the run began."""
+    if found != expected:
+        raise ModelError(
+            f"model.path: {folder} has other weights, or another config.json, than the model with which this run "
+            f"began (digest {expected}, got {found} on this host); copy the first model of the run there"
+        )
 
 
 def difference_of_shapes(expected: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> str | None:

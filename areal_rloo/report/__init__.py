@@ -10,6 +10,6 @@ light and dark, without scripts and without anything to load. A run with recorde
 - `metrics_page` writes docs/metrics.md, the reference of all metrics.
 """
 
-from areal_rloo.report.page import bottleneck_in, write_report
+from areal_rloo.report.page import result_in, write_report
 
-__all__ = ["bottleneck_in", "write_report"]
+__all__ = ["result_in", "write_report"]

@@ -17,7 +17,8 @@ from areal_rloo.errors import ConfigError, DataError
 from areal_rloo.files import read_regular, write_atomically
 from areal_rloo.inspect.page import PAGE_NAME, write_page
 from areal_rloo.inspect.shown import NUM_COLORS, document
-from areal_rloo.learner.stretches import Stretch, read_stretches
+from areal_rloo.learner.checkpoint_folder import folder_of, standing
+from areal_rloo.learner.stretches import Stretch, evaluations_changed_at, read_stretches
 from areal_rloo.report.charts import Curve, line_chart, stacked_chart
 from areal_rloo.telemetry.metric import Declared, Measured, declared_metrics, healthy_range
 from areal_rloo.telemetry.metrics import read_records
@@ -66,13 +67,31 @@ def write_report(folder: Path) -> Path:
     return target
 
 
-def bottleneck_in(folder: Path) -> str | None:
-    """Name the bottleneck of a run, and the gain from more of that half; None if the records do not tell.
+def result_in(folder: Path) -> list[str]:
+    """Say what a run brought: the accuracy of each evaluation set, first and last; the bottleneck, if records tell.
+
+    Leave out accuracies before a change of the set, and of weights after the newest checkpoint.
 
     Raises:
         DataError: the records cannot be read.
     """
-    return _bottleneck(folder, read_records(folder / "metrics.jsonl"))
+    records, newest = read_records(folder / "metrics.jsonl"), standing(folder_of(folder)).newest_version
+    evaluations = [record for record in _comparable(folder, records) if record.policy_version <= newest]
+    firsts, lasts = {one.name: one for one in reversed(evaluations)}, {one.name: one for one in evaluations}
+    words = [
+        f"result: {name} accuracy {first.accuracy:.3f} (version {first.policy_version}) -> "
+        f"{lasts[name].accuracy:.3f} (version {lasts[name].policy_version})"
+        for name, first in reversed(firsts.items())
+        if first is not lasts[name]
+    ]
+    return [*words, *filter(None, [_bottleneck(folder, records)])]
+
+
+def _comparable(folder: Path, records: Sequence[Record]) -> list[EvalRecord]:
+    """Give the evaluations after the last change of their set."""
+    changed_at = evaluations_changed_at(folder)
+    evaluations = [record for record in records if isinstance(record, EvalRecord)]
+    return [record for record in evaluations if record.policy_version > changed_at.get(record.name, -1)]
 
 
 def _bottleneck(folder: Path, records: Sequence[Record]) -> str | None:
@@ -95,7 +114,7 @@ def _page(folder: Path) -> str:
         [
             f"<h1>{html.escape(title)}</h1><p><span class=state>{html.escape(state)}</span>{link}</p>",
             f"<p>{html.escape(_bottleneck(folder, records) or '')}</p>",
-            f"<div class=facts>{_facts(train, evaluations, summary)}</div>",
+            f"<div class=facts>{_facts(train, _comparable(folder, records), summary)}</div>",
             f"<div class=charts>{''.join(_charts(train, evaluations))}</div>",
             f"<div class=below>{_ledger(train, summary)}<section>{_newest_numbers(train)}",
             f"<details><summary>Resolved config</summary><pre>{html.escape(config)}</pre></details></section>",

@@ -20,9 +20,10 @@ from areal_rloo.config import Config, import_entry, load_config
 from areal_rloo.engines.base import Engine, EngineStatistics
 from areal_rloo.errors import EXIT_WENT_BACK, ArealRlooError, UserError, WentBackError
 from areal_rloo.models.files import load_tokenizer, policy_folder, stop_token_ids
+from areal_rloo.models.stored import digest_of_files
 from areal_rloo.rewards import make_scoring
 from areal_rloo.rewards.scoring import RewardStatistics
-from areal_rloo.rollout.engines import running_engine
+from areal_rloo.rollout.engines import WorkerEngine, running_engine
 from areal_rloo.rollout.episode_types import make_episode, serving
 from areal_rloo.rollout.protocol import ProtocolStatistics
 from areal_rloo.rollout.worker import RolloutWorker
@@ -100,13 +101,7 @@ async def _generate(config: Config, arguments: Arguments, folder: Path) -> None:
         channel = _channel(config, arguments, incarnation)
         rewards = await make_scoring(config)
         episode = make_episode(config)
-        receiver = Receiver(
-            worker_id=arguments.worker_id,
-            policy_version=lambda: engine.statistics().policy_version,
-            load_weights=engine.load_weights,
-            join_group=running.join_group,
-            device=running.device,
-        )
+        receiver = await _receiver(config, arguments, folder, running)
         worker = RolloutWorker(
             config,
             worker_id=arguments.worker_id,
@@ -144,6 +139,18 @@ async def _generate(config: Config, arguments: Arguments, folder: Path) -> None:
         finally:
             await rewards.close()
             channel.close()
+
+
+async def _receiver(config: Config, arguments: Arguments, folder: Path, running: WorkerEngine) -> Receiver:
+    base = (await asyncio.to_thread(digest_of_files, folder), folder) if config.publishes_adapters else None
+    return Receiver(
+        worker_id=arguments.worker_id,
+        policy_version=lambda: running.engine.statistics().policy_version,
+        load_weights=running.load_weights,
+        join_group=running.join_group,
+        device=running.device,
+        base=base,
+    )
 
 
 def _watchdog(config: Config, engine: Engine, receiver: Receiver) -> Watchdog:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from prometheus_client import CollectorRegistry
+from torch import Tensor
 
 from areal_rloo.config import Config
-from areal_rloo.engines.base import Engine
+from areal_rloo.engines.base import UNKNOWN, Engine
 from areal_rloo.engines.embedded import EmbeddedEngine
 from areal_rloo.engines.kinds import kind_of
 from areal_rloo.engines.server import BucketLayout, ServerEngine, ServerPlan, ServerStatistics, UpdateGroup
@@ -34,12 +36,14 @@ class WorkerEngine:
 
     Attributes:
         engine: the engine.
+        load_weights: hands a version to the engine, whole or as adapters alone.
         device: device of the receiver's buckets.
         join_group: joins a collective in place of the receiver; None if the receiver joins.
         server: the same engine if it drives a server process; else None.
     """
 
     engine: Engine
+    load_weights: Callable[[int, Iterable[tuple[str, Tensor]]], Future[int]]
     device: torch.device
     join_group: Callable[[Notice, CollectiveOffer], Awaitable[int]] | None = None
     server: ServerEngine | None = None
@@ -88,11 +92,12 @@ async def running_engine(
             num_slots=rollout.num_slots,
             context_tokens=config.context_tokens,
             options=rollout.embedded,
+            policy_version=UNKNOWN if config.publishes_adapters else 0,  # no token before the first adapters have come
             lora=config.learner.lora if config.publishes_adapters else None,
             turn=turn,
         )
         with closing(embedded):
-            yield WorkerEngine(embedded, device)
+            yield WorkerEngine(embedded, embedded.load_weights, device)
         return
     plan = _plan(config, model_path, device, num_threads)
     engine = ServerEngine(
@@ -107,7 +112,11 @@ async def running_engine(
     async with engine as server:
         if (key := server_config.api_key_env) is not None:
             os.environ.pop(key, None)  # the engine has read the key; the processes for rewards do not inherit it
-        yield WorkerEngine(server, torch.device("cpu"), joins_group(server, worker_id), server)
+        if config.publishes_adapters:
+            yield WorkerEngine(server, server.load_adapters, torch.device("cpu"), server=server)
+            return
+        joins = joins_group(server, worker_id)
+        yield WorkerEngine(server, server.load_weights, torch.device("cpu"), joins, server)
 
 
 def _plan(config: Config, model_path: Path, device: torch.device, num_threads: int) -> ServerPlan:
@@ -121,6 +130,7 @@ def _plan(config: Config, model_path: Path, device: torch.device, num_threads: i
         context_tokens=config.context_tokens,
         num_threads=num_threads,
         sleeps=rollout.takes_turns,
+        has_version=not config.publishes_adapters,
     )
 
 

@@ -14,14 +14,14 @@ _ALIKE = 1 / 3  # ratio of the shares
 
 
 class Bound(NamedTuple):
-    """The bound (`rollout-bound`, `learner-bound`, `bound by turns`, `balanced`), and the waits that show it."""
+    """The bound (`rollout-bound`, `learner-bound`, `in lockstep`, `balanced`), and the waits that show it."""
 
     name: str
     waits: str
 
 
 def bound_by(*, learner_waits: float, rollouts_wait: float) -> Bound:
-    """Name the bound from two shares of the time. Halves that both wait take turns, as in synchronous RL."""
+    """Name the bound from two shares of the time. Halves that both wait are in lockstep, as in synchronous RL."""
     learner, rollouts = (
         f"the learner waits {100 * learner_waits:.0f} %",
         f"the rollouts wait {100 * rollouts_wait:.0f} %",
@@ -30,7 +30,7 @@ def bound_by(*, learner_waits: float, rollouts_wait: float) -> Bound:
     if max(learner_waits, rollouts_wait) < _SMALL:
         return Bound("balanced", both)
     if min(learner_waits, rollouts_wait) >= _ALIKE * max(learner_waits, rollouts_wait):
-        return Bound("bound by turns", both)
+        return Bound("in lockstep", both)
     return Bound("rollout-bound", learner) if learner_waits > rollouts_wait else Bound("learner-bound", rollouts)
 
 

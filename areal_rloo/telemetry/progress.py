@@ -46,16 +46,18 @@ class Progress:
         console: Console,
         *,
         num_train_steps: int,
+        eval_set: str = "",
         unsaved: Callable[[], str] = lambda: "a checkpoint could not be written",
     ) -> None:
-        """`unsaved` describes the checkpoint that could not be written last."""
+        """`eval_set`: the evaluation set in the line, if any. `unsaved` describes the last failed checkpoint."""
         self._console = console
         self._unsaved = unsaved
         self._num_train_steps = num_train_steps
+        self._eval_set = eval_set
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._train: TrainRecord | None = None
         self._recent: deque[TrainRecord] = deque(maxlen=WINDOW + 1)
-        self._eval: EvalRecord | None = None
+        self._evals: list[EvalRecord] = []  # of `eval_set`
         self._num_failed = 0  # checkpoints, according to the last train record
         self._printed_s = -_PLAIN_EVERY_S
 
@@ -84,21 +86,29 @@ class Progress:
         else:
             self.say(text)
 
-    def recall(self, records: list[Record], *, version: int) -> None:
-        """Take the records of an earlier launcher, up to the version that the learner goes on from; print nothing."""
+    def recall(self, records: list[Record], *, version: int, evaluated_after: int = -1) -> None:
+        """Take the records of an earlier launcher, up to the version of the resume; print nothing.
+
+        `evaluated_after`: the version of the last change of the evaluation set.
+        """
         for record in records:
-            if record.policy_version <= version:
+            least = -1 if isinstance(record, TrainRecord) else evaluated_after
+            if least < record.policy_version <= version:
                 self._keep(record)
 
     def go_back(self, version: int) -> None:
         """Forget the steps after a version: a learner that restarts from this version takes them again."""
-        if self._eval is not None and self._eval.policy_version > version:
-            self._eval = None
-        if self._train is not None and self._train.policy_version > version:
-            self._train = None
-            self._recent.clear()
-            if self._live is not None:
-                self._live.update(Text(f"step {max(0, version)}/{self._num_train_steps}"), refresh=True)
+        if self._forget(version) and self._live is not None:
+            self._live.update(Text(f"step {max(0, version)}/{self._num_train_steps}"), refresh=True)
+
+    def _forget(self, version: int) -> bool:
+        """Forget the records after a version; return True if there was a train step."""
+        self._evals = [record for record in self._evals if record.policy_version <= version]
+        if self._train is None or self._train.policy_version <= version:
+            return False
+        self._train = None
+        self._recent.clear()
+        return True
 
     def show(self, records: list[Record]) -> None:
         """Print the new records."""
@@ -106,10 +116,9 @@ class Progress:
             num_failed = self._num_failed
             self._keep(record)
             if isinstance(record, EvalRecord):
-                if self._live is None:
-                    self.say(evaluation_line(record))
+                self.say(evaluation_line(record))
             elif record.failed_checkpoints > num_failed:
-                self.warn(f"{self._unsaved()} (logs/learner.log says more)")
+                self.warn(self._unsaved())
         if self._train is None or not records:
             return
         if self._live is not None:
@@ -122,12 +131,12 @@ class Progress:
 
     def _keep(self, record: Record) -> None:
         if isinstance(record, TrainRecord):
+            if self._train is not None and record.policy_version <= self._train.policy_version:
+                self._forget(record.policy_version - 1)  # the learner restarted from an earlier version
             self._train, self._num_failed = record, record.failed_checkpoints
             self._recent.append(record)
-            if self._eval is not None and self._eval.policy_version > record.policy_version:
-                self._eval = None  # the learner restarted from an earlier version
-        elif self._eval is None or record.name == self._eval.name:
-            self._eval = record  # the line shows the first of several sets
+        elif record.name == self._eval_set:
+            self._evals.append(record)
 
     def line(self) -> str:
         """Give the state as a line."""
@@ -136,7 +145,7 @@ class Progress:
         left = self._num_train_steps - train.num_train_steps
         eta_s = left * train.wall_s / max(1, train.num_train_steps)
         eta = f"{int(eta_s) // 60}:{int(eta_s) % 60:02d}" if 0 <= eta_s < _MOST_FIXED else "-"
-        accuracy = "-" if self._eval is None else f"{self._eval.accuracy:.3f}@v{self._eval.policy_version}"
+        accuracy = f"{self._evals[-1].accuracy:.3f}@v{self._evals[-1].policy_version}" if self._evals else "-"
         bound = bound_of([*self._recent])
         dropped = sum(train.ledger.dropped.values()) / max(1, train.ledger.admitted)
         return (

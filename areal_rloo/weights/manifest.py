@@ -37,13 +37,14 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """Every tensor of a model, and the size of each bucket in bytes, a multiple of 64.
+    """Every tensor of a version, and the size of each bucket in bytes, a multiple of 64.
 
     The tensors of a bucket share a dtype and are contiguous; SGLang calls this a flattened bucket.
     """
 
     tensors: tuple[TensorSpec, ...]
     bucket_num_bytes: tuple[int, ...]
+    base: str = ""  # of adapters alone: the digest of their model (`models/stored.py`)
 
     @property
     def total_bytes(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from areal_rloo.decoding import from_msgpack
-from areal_rloo.errors import ChecksumError, WeightsError
+from areal_rloo.errors import ChecksumError, ModelError, WeightsError
+from areal_rloo.models.stored import check_base
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.weights.collective import CollectiveReader
@@ -50,6 +52,7 @@ class Receiver:
         load_weights: Callable[[int, Iterable[tuple[str, Tensor]]], Future[int]],
         join_group: Callable[[Notice, CollectiveOffer], Awaitable[int]] | None = None,
         device: torch.device,
+        base: tuple[str, Path] | None = None,
     ) -> None:
         """
         Args:
@@ -58,8 +61,9 @@ class Receiver:
             load_weights: hands a version to the engine.
             join_group: lets the engine join a collective itself. None if the receiver joins.
             device: of the buckets of a collective.
+            base: digest and folder of the engine's model, if versions are adapters to it; else None.
         """
-        self._policy_version = policy_version
+        self._policy_version, self._base = policy_version, base
         self._load_weights, self._join_group = load_weights, join_group
         self._collective, self._shared_memory = CollectiveReader(worker_id, device), SharedMemoryReader()
         self._received = self._failed = self._received_bytes = 0
@@ -70,11 +74,16 @@ class Receiver:
 
         Raises:
             WeightsError: the version did not arrive whole; the engine does not run it.
+            ModelError: the adapters belong to another model than this worker has.
         """
         try:
             notice = from_msgpack(body, Notice)
+            if self._base is not None:
+                check_base(notice.manifest.base, *self._base)
             self._under_way = f"version {notice.policy_version}"
             await self._receive(notice)
+        except ModelError:
+            raise
         except Exception as error:  # whatever the reason, the learner hears of it, and offers the version again
             self._failed += 1
             logger.warning("a version of the weights did not arrive: %s", error)

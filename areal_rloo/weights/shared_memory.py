@@ -130,8 +130,7 @@ class SharedMemorySender:
             self.missing_bytes = max(1, size - free)
             return (
                 f"{self._scratch.path}: a version of the weights needs {size} bytes of shared memory, {free} are free "
-                f"({os.strerror(error.errno or 0)}); remove files there, enlarge the shared memory, or set "
-                "weights.transport=collective"
+                f"({os.strerror(error.errno or 0)}); remove files there, or enlarge the shared memory"
             )
         self.missing_bytes = 0
         self._free.append(_Segment(path, buckets))

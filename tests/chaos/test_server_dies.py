@@ -93,4 +93,8 @@ def _server_processes(launcher_pid: int) -> list[psutil.Process]:
     words = {p: " ".join(command_of(p)) for p in psutil.Process(launcher_pid).children(recursive=True)}
     starts = ("sglang::", "VLLM::")
     names = ("sglang.launch_server", "vllm.entrypoints.cli.main")
-    return [p for p, line in words.items() if line.startswith(starts) or any(name in line for name in names)]
+    return [
+        process
+        for process, line in words.items()
+        if line.startswith(starts) or (any(name in line for name in names) and "keeper.py" not in line)
+    ]

@@ -89,6 +89,7 @@ def _state() -> LearnerState:
         totals=totals,
         kl_coefficient=0.1,
         num_optimizer_steps=3,
+        base="a1",
     )
 
 

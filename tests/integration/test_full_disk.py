@@ -63,6 +63,7 @@ def test_a_full_disk_is_reported_and_training_continues(tmp_path: Path) -> None:
         while "training goes on, but no checkpoint and no record can be written" not in said:
             said = run.stderr.readline()
             assert said, "the run has ended"
+        assert re.search(r"if the run ends now, the steps after \S*step-\d+ are lost; free some disk", said), said
         eventually((tmp_path / "full").exists, "the disk is not full")
         eventually(lambda: _num_failed(port) > 0, "no checkpoint failed")
         assert run.poll() is None

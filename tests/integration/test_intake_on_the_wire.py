@@ -17,7 +17,7 @@ from areal_rloo.errors import UserError
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.intake.service import IntakeService
-from areal_rloo.launcher.waits import Waits
+from areal_rloo.launcher.learner_log import LearnerLog
 from areal_rloo.rollout.protocol import Orders, WorkerProtocol
 from areal_rloo.telemetry.logs import get_logger, setup_logs
 from areal_rloo.trajectory import Completion, Group, Trajectory
@@ -131,10 +131,10 @@ def test_a_wait_with_only_dropped_groups_is_told_with_the_reasons(
     get_logger("areal_rloo").removeHandler(caplog.handler)
     assert warned()
     said: list[str] = []
-    waits = Waits(tmp_path / "copied.log", said.append)
+    log = LearnerLog(tmp_path / "copied.log", said.append)
     logged = re.sub(r" service: \d+ s ", " service: 60 s ", (tmp_path / "learner.log").read_text())
     (tmp_path / "copied.log").write_text(logged)
-    waits.look()
+    log.look()
     assert said[0].startswith("60 s without progress on the next batch: 0 groups ready; ")
 
 

@@ -25,7 +25,10 @@ pytestmark = pytest.mark.slow
     [
         (["--config", "nope.yaml"], "nope.yaml: no such config file"),
         (["--config", "quickstart.yaml", "algorithm.group_sise=3"], "did you mean 'algorithm.group_size'?"),
-        (["--config", "quickstart.yaml", "rollout.num_workers=many"], "rollout.num_workers: expected int, got str"),
+        (
+            ["--config", "quickstart.yaml", "rollout.num_workers=many"],
+            "rollout.num_workers: expected auto, or a number",
+        ),
         (["--config", "quickstart.yaml", "algorithm.group_size=1"], "algorithm.group_size: expected at least 2"),
         (["--config", "quickstart.yaml", "model.path=/nowhere/model"], "model.path: /nowhere/model: no such folder"),
         (["--config", "quickstart.yaml", "learner.device=cuda"], "learner.device=cuda needs one GPU of 8 GB or more"),
@@ -162,8 +165,8 @@ def test_a_family_that_cannot_be_trained_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["model.path=org/mistyped"], "model.path: org/mistyped: {hub}: HTTP 404; correct model.path"),
-        (["model.path=nowhere/here"], "model.path: nowhere/here: {hub}: HTTP 404; correct model.path"),
+        (["model.path=org/mistyped"], "hub, and {hub}: HTTP 404; correct model.path"),
+        (["model.path=nowhere/here"], "hub, and {hub}: HTTP 404; correct model.path"),
         (["data.train.task=gsm8k", "data.eval=null"], "data.train.path: "),
     ],
 )
@@ -193,7 +196,7 @@ def test_a_hub_that_does_not_answer_is_named(
     url: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     where = _at_hub(url, tmp_path_factory)
-    assert f"model.path: org/name: {url}: " in _launch(tmp_path, "model.path=org/name", **where)
+    assert f"hub, and {url}: " in _launch(tmp_path, "model.path=org/name", **where)
 
 
 def _at_hub(url: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:

@@ -34,7 +34,7 @@ def test_a_drain_after_a_crash_of_the_learner_names_the_checkpoint(start: Callab
     summary = run.summary()
     assert (summary["exit_reason"], summary["num_train_steps"]) == ("killed", len(run.records()))
     assert balanced(summary["ledger"])
-    assert output.strip().endswith("report.html")
+    assert "report.html\ntrajectories: " in output
 
 
 def test_a_run_stopped_in_the_warm_start_starts_again_by_the_same_command(start: Callable[..., Run]) -> None:
@@ -70,6 +70,27 @@ def test_a_run_stopped_before_the_learner_is_ready_says_so(start: Callable[..., 
     assert "ended: nothing_trained" in (run.folder / "report.html").read_text()
 
 
+def test_a_start_that_failed_before_any_token_is_repeated(start: Callable[..., Run], tmp_path: Path) -> None:
+    """The worker fails when the learner is ready."""
+    entry, begun = tmp_path / "refuses.py", tmp_path / "run" / "configs" / "step-000000.yaml"
+    entry.write_text(
+        "import pathlib, sys, time\n"
+        "if 'areal_rloo.rollout' in sys.orig_argv:\n"
+        f"    while not pathlib.Path({str(begun)!r}).exists():\n"
+        "        time.sleep(0.05)\n"
+        "    sys.exit('no such option')\n"
+    )
+    run = start("learner.num_train_steps=1", entry=entry)
+    code, output = run.wait()
+    assert code == 2, output
+    assert "no such option" in output
+    assert f"logs: {run.folder / 'logs'}\n" in output
+    code, output = start("learner.num_train_steps=1").wait()
+    assert code == 0, output
+    assert run.summary()["exit_reason"] == "completed"
+    assert run.saved_steps() == 1
+
+
 def test_a_users_mistake_after_a_good_start_is_a_crash_of_the_worker(start: Callable[..., Run], tmp_path: Path) -> None:
     """The reward's file is away for a while; and a line of metrics.jsonl is damaged."""
     reward, away = tmp_path / "mine.py", tmp_path / "away.py"
@@ -96,6 +117,28 @@ def test_a_users_mistake_after_a_good_start_is_a_crash_of_the_worker(start: Call
     assert code == 0, output
     assert "rollout-0 ended with code 137 (SIGKILL); restart in" in log.read_text()
     assert_drained(run)
+
+
+def test_a_run_without_workers_names_the_cause_and_the_way_on(start: Callable[..., Run], tmp_path: Path) -> None:
+    entry, saved = tmp_path / "dies.py", tmp_path / "run" / "checkpoints" / "step-000001"
+    entry.write_text(
+        "import os, pathlib, sys, threading, time\n"
+        "def die():\n"
+        f"    while not pathlib.Path({str(saved)!r}).exists():\n"
+        "        time.sleep(0.02)\n"
+        "    print('MemoryError: the engine has no memory', flush=True)\n"
+        "    os._exit(1)\n"
+        "if 'areal_rloo.rollout' in sys.orig_argv:\n"
+        "    threading.Thread(target=die, daemon=True).start()\n"
+    )
+    run = start(ENDLESS, "launcher.max_restarts=0", "checkpoint.keep=1000", entry=entry)
+    code, output = run.wait()
+    assert code == 1, output
+    logs = run.folder / "logs"
+    cause = f"({logs / 'rollout-0'}.out and .log say more). MemoryError: the engine has no memory\n"
+    assert f"rollout-0 ended with code 1; no restart is left (launcher.max_restarts) {cause}" in output
+    assert f"logs: {logs}; go on from the newest checkpoint with --resume (step-{run.saved_steps():06d})" in output
+    assert "the learner ended" not in output
 
 
 def test_a_drain_does_not_wait_for_a_worker_stopped_in_a_broadcast(start: Callable[..., Run]) -> None:

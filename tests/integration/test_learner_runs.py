@@ -52,7 +52,7 @@ def _resume(run: Run, *arguments: str) -> None:
     assert again.process.stdout is not None
     again.process.stdout.close()
     assert code == 0, output
-    assert "resuming from" in (run.folder / "logs" / "learner.log").read_text()
+    assert "resume: from step" in (run.folder / "logs" / "learner.log").read_text()
 
 
 @pytest.fixture(scope="module")

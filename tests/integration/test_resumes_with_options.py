@@ -156,6 +156,15 @@ def _told(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in told}
 
 
+def test_damaged_checkpoints_are_not_offered_for_a_resume(finished: Run, tmp_path: Path) -> None:
+    folder = shutil.copytree(finished.folder, tmp_path / "damaged")
+    (folder / "checkpoints" / "step-000001" / "state.msgpack").unlink()
+    code, output = Run(folder, "learner.num_train_steps=2", "data.eval=null", "--resume").wait()
+    assert code == 2, output
+    assert "every checkpoint is damaged; start again with another run.folder (step-000001 is damaged: " in output
+    assert f"logs: {folder / 'logs'}\n" in output, "the error has the remedy"
+
+
 def test_a_resume_without_a_checkpoint_begins_again_with_any_options(start: Callable[..., Run]) -> None:
     short = ("learner.num_train_steps=1", "data.eval=null")
     run = start(*short)

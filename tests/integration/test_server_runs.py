@@ -10,6 +10,16 @@ from support.server_support import SERVERS, server_processes
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 
 
+def _low_reward(folder: Path) -> Path:
+    """Write a reward for half of the vocabulary, which random weights meet in part."""
+    reward = folder / "reward.py"
+    reward.write_text(
+        "def low(completion_ids: list[int]) -> float:\n"
+        "    return sum(token < 129 for token in completion_ids) / len(completion_ids)\n"
+    )
+    return reward
+
+
 @pytest.mark.parametrize("kind", SERVERS)
 def test_gsm8k_trains_on_a_managed_server(
     kind: str, start: Callable[..., Run], gsm8k_folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -34,17 +44,35 @@ def test_gsm8k_trains_on_a_managed_server(
     assert server_processes(run.folder / "logs" / f"rollout-0.{kind}.log") == []
 
 
+@pytest.mark.parametrize(("kind", "transport"), [("sglang", "collective"), ("vllm", "auto")])
+def test_a_server_trains_with_adapters_that_the_worker_merges(
+    kind: str, transport: str, start: Callable[..., Run], tmp_path: Path
+) -> None:
+    """Without staleness, each token compares the merged weights with those of the learner."""
+    pytest.importorskip("peft", reason="the extra peft is not installed")
+    run = start(
+        *(f"rollout.engine={kind}", f"rollout.{kind}.python={SERVERS[kind].python()}", "rollout.num_workers=1"),
+        *("model.tiny.hidden_size=64", "model.tiny.num_heads=2", "model.tiny.num_kv_heads=2"),  # vLLM needs heads of 32
+        *("learner.lora={rank: 8, publish: adapters}", "learner.optimizer.learning_rate=0.01"),
+        *(f"data.train.rewards=[{{function: '{_low_reward(tmp_path)}:low'}}]", "algorithm.max_staleness=0"),
+        f"weights.transport={transport}",
+        *("data.eval=null", "evaluation.every_n_versions=0", "checkpoint.every_n_steps=0", "learner.num_train_steps=6"),
+    )
+    code, output = run.wait()
+    assert code == 0, output
+    records = run.records()
+    assert max(record.mismatch_abs_mean for record in records) < 1e-4, "the server has other weights"
+    assert abs(records[-1].lora_lost_share) < 1e-3, "the adapters have changed, and float32 loses nothing"
+    assert balanced(run.summary()["ledger"])
+
+
 @pytest.mark.parametrize("way", ["never", "in_turns"])
 @pytest.mark.parametrize("kind", SERVERS)
 def test_a_policy_learns_from_the_samples_of_a_server(
     kind: str, way: str, start: Callable[..., Run], tmp_path: Path
 ) -> None:
     """A random model learns to prefer half of the vocabulary. Samples of other weights than tagged teach nothing."""
-    reward = tmp_path / "reward.py"
-    reward.write_text(
-        "def low(completion_ids: list[int]) -> float:\n"
-        "    return sum(token < 129 for token in completion_ids) / len(completion_ids)\n"
-    )
+    reward = _low_reward(tmp_path)
     run = start(
         *(f"rollout.engine={kind}", f"rollout.{kind}.python={SERVERS[kind].python()}"),
         *("model.tiny.hidden_size=64", "model.tiny.num_heads=2", "model.tiny.num_kv_heads=2"),  # vLLM needs heads of 32

@@ -87,8 +87,8 @@ def test_the_time_limit_signal_requeues_and_scancel_drains(submit: Callable[...,
         "learner.num_train_steps=10000",
     )
     log = run.folder / "logs" / "learner.log"
-    cluster.wait_for(lambda: log.exists() and "resuming from" in log.read_text(), timeout_s=240)
-    resumed = re.search(r"resuming from \S+ at version (\d+)", log.read_text())
+    cluster.wait_for(lambda: log.exists() and "resume: from step" in log.read_text(), timeout_s=240)
+    resumed = re.search(r"resume: from step (\d+)", log.read_text())
     assert resumed is not None
     at = int(resumed[1])
     cluster.wait_for(lambda: len(run.records()) >= at + 2, timeout_s=120)

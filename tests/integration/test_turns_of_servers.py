@@ -2,7 +2,8 @@
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from support.server_support import (
 )
 from support.turn_takers import ToldLearner, told_learner
 
+from areal_rloo.engines.base import GenerationRequest
 from areal_rloo.turns import EngineTurn
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
@@ -59,7 +61,7 @@ def test_a_real_server_sleeps_in_each_step(kind: str, wide_folder: Path, tmp_pat
             assert not loading.done()
             learner.give()
             assert loading.result(timeout=PATIENCE_S) == version
-            _goes_on(engine, so_far)
+            _all_go_on(engine, requests, version)
         for completion in stopped(engine, requests, futures):
             runs = version_runs(completion)
             assert (runs, runs[0], runs[-1]) == (sorted(runs), 0, 3)
@@ -86,8 +88,16 @@ def _dies_in_its_sleep(engine: EngineOnThread, log: Path, learner: ToldLearner) 
     assert not any(future.done() for future in futures)
 
 
-def _goes_on(engine: EngineOnThread, so_far: int) -> None:
-    eventually(lambda: _tokens(engine) > so_far, "the server goes on")
+def _all_go_on(engine: EngineOnThread, requests: Sequence[GenerationRequest], version: int) -> None:
+    """Wait until every request has tokens of this version, with pauses that grow: a question calls requests back."""
+    pauses_s = (0.1 * 1.5**number for number in count())
+
+    def have_tokens() -> bool:
+        time.sleep(next(pauses_s))
+        newest = [completion.versions[-1] for completion in engine.unfinished().values()]
+        return newest == [version] * len(requests)
+
+    eventually(have_tokens, f"all requests go on with version {version}")
 
 
 def _tokens(engine: EngineOnThread) -> int:

@@ -130,6 +130,23 @@ def test_the_table_of_the_fleet_equals_the_result_file() -> None:
         assert f"(p99 {load['p99_ms']:.0f} ms)" in words
 
 
+def test_the_table_of_many_receivers_equals_the_result_file() -> None:
+    cases = {case.case: case for case in _result("weights_many").cases}
+    over = {name: {ratio.of: f"{ratio.median:.3g}" for ratio in case.ratios} for name, case in cases.items()}
+    expected = [
+        [
+            name.removeprefix("to_"),
+            f"{1000 * numbers.median:.1f}",
+            over["shared_memory"].get(name, "1.00"),
+            f"{1000 * cases['collective'].measured[name].median:.0f}",
+            over["collective"].get(name, "1.00"),
+        ]
+        for name, numbers in cases["shared_memory"].measured.items()
+    ]
+    assert _table("Weights to many receivers", SCALING) == expected
+    assert f"in {cases['collective'].facts['form_s']['to_64']:.1f} s with 64 receivers" in " ".join(SCALING.split())
+
+
 def test_the_words_about_refused_numbers_name_the_limit_of_the_harness() -> None:
     assert f"further apart than {100 * harness.WIDEST_SPREAD:.0f} % of the median" in " ".join(MEASURED.split())
 

@@ -48,6 +48,7 @@ def checkpoint_state(version: int) -> LearnerState:
         totals=Totals(trained_tokens=7),
         kl_coefficient=0.1,
         num_optimizer_steps=2,
+        base="a1",
         **capture(ledger, prompts).encoded(),
     )
 

@@ -35,19 +35,23 @@ _MIXED = 99  # the version of partly loaded weights
 
 @dataclass
 class Faults:
-    """The faults of the next calls of `path`, after `skip` calls without a fault; `left` faults remain."""
+    """The faults of the next calls of `path`, after `skip` calls without a fault; `left` faults remain.
+
+    A call with the fault `wait` takes `wait_s`.
+    """
 
     path: str = ""
     fault: Fault = "refuse"
     skip: int = 0
     left: int = 0
+    wait_s: float = 2.0
 
     async def apply(self, asked: web.Request, handler: Handler) -> web.StreamResponse:
         strikes = asked.path == self.path and self.left > 0 and self.skip == 0
         if asked.path == self.path and self.left > 0:
             self.skip, self.left = max(0, self.skip - 1), self.left - strikes
         if not strikes or self.fault == "wait":
-            await asyncio.sleep(2.0 if strikes else 0)
+            await asyncio.sleep(self.wait_s if strikes else 0)
             return await handler(asked)
         if self.fault.endswith("after"):
             await handler(asked)

@@ -76,7 +76,7 @@ def files_of_a_lap(folder: Path, scratch: Path) -> set[str]:
             offers=offers,
             policy_version=0,
             history=(("learner", 0),),
-            lies=Lies(config, vocab_size=rank.vocab_size),
+            lies=Lies(config, vocab_size=int(rank.policy.causal.config.vocab_size)),
         )
         train_step = TrainStep(Team(rank), config, stop_token_ids=stops)
         service = IntakeService(

@@ -11,7 +11,6 @@ def make_spec(*command: str, name: str = "one", role: str = "test", max_restarts
         device="cpu",
         gpu_ids=(),
         num_threads=1,
-        memory_bytes=0,
         environment={},
         command=command,
         max_restarts=max_restarts,

@@ -254,8 +254,11 @@ def more_tokens(engine: EngineOnThread, num_tokens: int) -> None:
 def stopped(
     engine: EngineOnThread, requests: Sequence[GenerationRequest], futures: Sequence[Future[Completion]]
 ) -> list[Completion]:
-    """Abort endless requests after some more tokens of each; return their tokens so far."""
-    more_tokens(engine, 50 * len(requests))
+    """Abort endless requests after some more tokens of each; return their tokens so far.
+
+    SGLang counts tokens every 40 decode steps, so up to 40 of each request are older than this call.
+    """
+    more_tokens(engine, 100 * len(requests))
     engine.abort([asked.request_id for asked in requests])
     completions = results(futures)
     assert {completion.finish_reason for completion in completions} == {"abort"}
@@ -302,7 +305,8 @@ def server_processes(log: Path) -> list[psutil.Process]:
 
 
 def named(log: Path, title: str) -> psutil.Process:
-    (found,) = [p for p in server_processes(log) if title in " ".join(command_of(p))]
+    words = {process: " ".join(command_of(process)) for process in server_processes(log)}
+    (found,) = [process for process, line in words.items() if title in line and "keeper.py" not in line]
     return found
 
 

@@ -27,3 +27,12 @@ def only(check: Check, state: str, *overrides: str, folder: Path | None = None, 
     (finding,) = [finding for finding in every if finding.state == state]
     assert (finding.error is not None) == (state == "wrong")
     return finding
+
+
+def downloaded(model: Path, home: Path) -> Path:
+    """Move a model folder to where the hub's client keeps org/name, and return its place."""
+    cached = home / "hub" / "models--org--name"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    (cached / "snapshots").mkdir()
+    return model.rename(cached / "snapshots" / "abc")

@@ -1,5 +1,6 @@
 """What the tests of a train step share: ragged groups, the gradient of one step, and the slow reference for it."""
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,9 +8,11 @@ import msgspec
 import numpy as np
 import torch
 from support.one_rank import one_rank
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from areal_rloo.config import Config, load_config
+from areal_rloo.learner.advantages import Masks
 from areal_rloo.learner.train_step import StepResult
 from areal_rloo.models.loading import load_policy
 from areal_rloo.trajectory import Completion, Group, Trajectory
@@ -47,6 +50,12 @@ def ragged_groups(seed: int = 0, *, num_groups: int = 5) -> list[Group]:
             trajectories.append(Trajectory(group_id, index, prompt, completion, float(rng.random())))
         groups.append(Group(group_id, 5, tuple(trajectories)))
     return groups
+
+
+def masks_of(of_tokens: list[Tensor]) -> Masks:
+    """Masks of a batch without staleness and truncation."""
+    counts = torch.tensor([int(mask.sum()) for mask in of_tokens])
+    return Masks(of_tokens, [0] * len(of_tokens), counts, 0, Counter({0: int(counts.sum())}))
 
 
 def is_the_policy_s(completion: Completion, index: int) -> bool:

@@ -2,7 +2,8 @@
 
 `learner` and `engine` take turns without end, and log each: `begin` after the lock, `end` before the release, with
 seconds of the monotonic clock. `forking` is an engine with a child; `looking` looks for the learner's wish without
-end. `starting` is an engine whose server starts. `told` is a learner that a test tells to take and to give the turn.
+end. `busy` is an engine that says without end that it is busy. `told` is a learner that a test tells to take and to
+give the turn.
 """
 
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from areal_rloo.turns import EngineTurn, LearnerTurn
 
-START_S = 10.0  # how long a told learner waits for the start of a server
+BUSY_S = 10.0  # how long a told learner waits for a busy engine
 
 
 class Taker:
@@ -126,12 +127,13 @@ def _look(run_folder: Path, log: int) -> None:
         turn._files.wanted.is_locked()
 
 
-def _start(run_folder: Path, log: int) -> None:
+def _be_busy(run_folder: Path, log: int) -> None:
     turn = EngineTurn(run_folder)
     assert turn.take()
-    turn.says_start(True)
     _say(log, "begin")
-    time.sleep(600)
+    while True:
+        turn.says_busy()
+        time.sleep(0.01)
 
 
 def _write(line: str) -> None:
@@ -140,7 +142,7 @@ def _write(line: str) -> None:
 
 
 def _obey(run_folder: Path, patience_s: float) -> None:
-    turn = LearnerTurn(run_folder, free=lambda: None, patience_s=patience_s, start_s=START_S)
+    turn = LearnerTurn(run_folder, free=lambda: None, patience_s=patience_s, busy_s=BUSY_S)
     _write("ready")
     for line in sys.stdin:
         if line.strip() == "take":
@@ -157,8 +159,8 @@ if __name__ == "__main__":
     descriptor = os.open(last, os.O_WRONLY | os.O_APPEND)
     if kind == "learner":
         _learn(folder, descriptor)
-    if kind == "starting":
-        _start(folder, descriptor)
+    if kind == "busy":
+        _be_busy(folder, descriptor)
     if kind == "looking":
         _look(folder, descriptor)
     _generate(folder, descriptor, forks=kind == "forking")

@@ -34,6 +34,21 @@ BY_HAND = [
     ("learner.optimizer.learning_rate=1e999", "learner.optimizer.learning_rate: expected a finite number"),
     ("learner.optimizer.learning_rate=1e300", "learner.optimizer.learning_rate: expected float <= 1e+30"),
     ("algorithm.rewards.scale=1e300", "algorithm.rewards.scale: expected float <= "),
+    # lists and mappings
+    (
+        "learner.optimizer.betas=0.9",
+        "learner.optimizer.betas: expected a list of 2 numbers, got float; the value is 0.9",
+    ),
+    (
+        "learner.optimizer.betas=[0.9]",
+        "learner.optimizer.betas: expected a list of 2 numbers, got 1; the value is [0.9]",
+    ),
+    (
+        "algorithm.rewards.clip=1",
+        "algorithm.rewards.clip: expected a list of 2 numbers or null, got int; the value is 1",
+    ),
+    ("rollout.sampling=5", "rollout.sampling: expected a mapping of keys, got int; the value is 5"),
+    ("data.eval=5", "data.eval: expected a mapping of keys or a list or null, got int; the value is 5"),
     # timeouts
     ("wire.heartbeat_s=1e300", "wire.heartbeat_s: expected float <= 2592000.0"),
     ("wire.stall_timeout_s=1e300", "wire.stall_timeout_s: expected float <= 2592000.0"),
@@ -84,9 +99,38 @@ BY_HAND = [
     ("wire.port=65536", "wire.port: expected int <= 65535"),
     ("telemetry.metrics_port=65535", "telemetry.metrics_port: expected at most 65534"),
     ("rollout.engine=sglang & rollout.sglang.urls=['http://[::1']", "rollout.sglang.urls: expected http://HOST:PORT"),
+    (
+        "rollout={engine: sglang, num_workers: 1, sglang: {urls: ['http://127.0.0.1:1']}} & "
+        "learner.lora={publish: adapters}",
+        "learner.lora.publish: expected auto or merged with running servers (urls), got adapters",
+    ),
     ("rollout.engine=sglang & rollout.sglang.urls=[http://a:99999]", "rollout.sglang.urls: expected http://HOST:PORT"),
     ("rollout.engine=sglang & rollout.sglang.urls=[ftp://a]", "rollout.sglang.urls: expected http://HOST:PORT"),
     ("rollout.engine=sglang & rollout.sglang.urls=['http://']", "rollout.sglang.urls: expected http://HOST:PORT"),
+    *(
+        (
+            f"rollout={{engine: sglang, num_workers: 2, sglang: {{urls: ['http://{host}:80', '{second}']}}}}",
+            f"rollout.sglang.urls: expected different servers, got http://{host}:80 and {second}, the same server",
+        )
+        for host, second in [
+            ("127.0.0.1", "http://127.0.0.1:80"),
+            ("127.0.0.1", "http://127.0.0.1:80/"),
+            ("127.0.0.1", "HTTP://LOCALHOST"),
+            ("localhost", "http://[::1]"),
+        ]
+    ),
+    (
+        "rollout.engine=sglang & rollout.sglang.urls=['http://user:hunter2@a']",
+        "rollout.sglang.urls: expected a URL without a name and a password, got 'http://***@a'; leave them out, and na",
+    ),
+    ("rollout.engine=sglang & rollout.sglang.urls='http://user:hunter2@a'", "the value is 'http://***@a'"),
+    ("rollout.engine=sglang & rollout.sglang.urls=['http://u:hunter2@a:99999']", "got 'http://***@a:99999'"),
+    ("rollout.engine=vllm & rollout.vllm.urls=['http://a?t=1']", "rollout.vllm.urls: expected a URL without a query"),
+    ("rollout.engine=vllm & rollout.vllm.urls=['http://a#f']", "rollout.vllm.urls: expected a URL without a fragment"),
+    (
+        "data.train.rewards=[{url: 'http://user:hunter2@a/score'}]",
+        "data.train.rewards.0.url: expected a URL without a name and a password, got 'http://***@a/score'",
+    ),
     ("data.train.rewards=[{url: nowhere}]", "data.train.rewards.0.url: expected http://HOST:PORT"),
     ("data.train.rewards=[{url: 'http://a b'}]", "data.train.rewards.0.url: expected http://HOST:PORT"),
     # devices
@@ -100,7 +144,8 @@ BY_HAND = [
     ("learner.num_ranks=1000", "learner.num_ranks: expected at most"),
     ("rollout.num_workers=1000", "rollout.num_workers: expected at most"),
     ("rollout.num_workers=1000000", "rollout.num_workers: expected int <= 4096"),
-    ("rollout.num_workers=-1", "rollout.num_workers: expected int >= 0"),
+    ("rollout.num_workers=-1", "rollout.num_workers: expected auto, or a number from 1; the value is -1"),
+    ("rollout.num_workers=two", "rollout.num_workers: expected auto, or a number from 1; the value is 'two'"),
     ("rollout.num_reward_workers=4000", "rollout.num_reward_workers: expected at most"),
     ("rollout.num_slots=1000000000", "rollout.num_slots: expected int <= "),
     ("rollout.num_slots=65537", "rollout.num_slots: expected int <= 65536"),
@@ -132,7 +177,7 @@ BY_HAND = [
         "wire.max_message_bytes=2000000 & data.max_prompt_tokens=100000 & learner.microbatch_tokens=200000",
         "wire.max_message_bytes: expected at least 3050496, for the longest sample",
     ),
-    ("data.train.rewards=null", "data.train.rewards: expected array, got null; an empty value is null"),
+    ("data.train.rewards=null", "data.train.rewards: expected a list, got null; an empty value is null"),
     ("data.max_prompt_tokens=100000000", "data.max_prompt_tokens: expected int <= "),
     ("rollout.sampling.temperature=1e-40", "rollout.sampling.temperature: expected float >= 1e-06"),
     ("rollout.sampling.max_new_tokens=100000000", "rollout.sampling.max_new_tokens: expected int <= "),
@@ -180,6 +225,15 @@ BY_HAND = [
         "rollout={engine: vllm, share_devices: in_turns, vllm: {arguments: {enable-sleep-mode: false}}}",
         "rollout.vllm.arguments.enable-sleep-mode: not an option here: rollout.share_devices=in_turns needs the sleep",
     ),
+    (
+        "rollout={engine: vllm, share_devices: in_turns, vllm: {arguments: {no_enable_sleep_mode: true}}}",
+        "rollout.vllm.arguments.no_enable_sleep_mode: not an option here: rollout.share_devices=in_turns needs",
+    ),
+    ("learner.num_ranks=0", "learner.num_ranks: expected auto, or a number from 1; the value is 0"),
+    (
+        "rollout.sampling.max_new_tokens=100000",
+        "quickstart.yaml:31 with override 'rollout.sampling.max_new_tokens=100000': learner.microbatch_tokens: expe",
+    ),
     ("launcher.slurm.arguments={a b: 1}", "launcher.slurm.arguments: expected names of options of sbatch"),
     ("launcher.slurm.time_limit=soon", "launcher.slurm.time_limit: expected minutes"),
 ]
@@ -210,6 +264,6 @@ FILES = [
     ("run: {name: '" + "a" * 200_000 + "'}\n", "my.yaml:1: expected at most 100000 characters of text"),
     ("#" * 600_000, "expected a config of at most 524288 bytes"),
     ("wire:\n  host: a b\n", "my.yaml:2: wire.host: expected a host name or an address"),
-    ("learner:\n  num_ranks: 0x10\n", "my.yaml:2: learner.num_ranks: expected int, got str"),
+    ("learner:\n  num_ranks: 0x10\n", "my.yaml:2: learner.num_ranks: expected auto, or a number from 1"),
     ("? [1]\n: 2\n", "my.yaml:1: expected a plain name as the key of a value"),
 ]

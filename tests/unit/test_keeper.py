@@ -31,6 +31,17 @@ def _started(code: str, mark: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(kept([sys.executable, "-c", code, mark]), stdout=subprocess.PIPE, start_new_session=True)
 
 
+def test_a_trusted_command_writes_its_output_itself(tmp_path: Path) -> None:
+    code = f"{DAEMONS}\nprint('x' * 3_000_000); sys.stderr.write('end')"
+    with (tmp_path / "log").open("wb") as log:
+        command = kept([sys.executable, "-c", code, str(tmp_path)], bounded=False)
+        assert subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True).wait(PATIENCE_S) == 0
+    assert processes_with([str(tmp_path)]) == []
+    written = (tmp_path / "log").read_text()
+    assert written.count("x") == 3_000_000
+    assert written.endswith("end")
+
+
 def _nothing_is_left(mark: str) -> None:
     eventually(lambda: not processes_with([mark]), "nothing is left")
 
@@ -50,10 +61,10 @@ def test_everything_ends_with_the_command(tmp_path: Path, ending: str, code: int
     assert processes_with([str(tmp_path)]) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGKILL])
 def test_everything_ends_with_the_keeper(tmp_path: Path, number: signal.Signals) -> None:
     """If the keeper is killed, the command ends; sessions that the command started are then out of reach."""
-    code = f"{DAEMONS if number == signal.SIGTERM else ''}\nimport time; print('up', flush=True); time.sleep(3600)"
+    code = f"{'' if number == signal.SIGKILL else DAEMONS}\nimport time; print('up', flush=True); time.sleep(3600)"
     with _started(code, str(tmp_path)) as keeper:
         assert keeper.stdout is not None
         assert keeper.stdout.readline() == b"up\n"

@@ -44,3 +44,28 @@ def test_a_kill_waits_for_the_whole_session(tmp_path: Path, monkeypatch: pytest.
     assert leader.kill(10)
     assert not session_leader._lives(leader.pid)
     parent.stdout.close()
+
+
+HALF_ENDED = """
+import ctypes, os, sys, threading
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0))).start()
+print("up", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_a_process_whose_first_thread_has_ended_still_lives() -> None:
+    """It looks like a zombie, but the other threads hold all of its memory."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HALF_ENDED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline() == b"up\n"
+    stat = Path(f"/proc/{process.pid}/stat")
+    eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z", "the first thread has ended")
+    assert session_leader._lives(process.pid)
+    process.stdin.close()
+    eventually(lambda: not session_leader._lives(process.pid), "the process has ended, and is not reaped yet")
+    process.wait()
+    process.stdout.close()

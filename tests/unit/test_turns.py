@@ -1,15 +1,19 @@
 """Turns of the learner and of engines: never both, whatever process is killed or stopped, and never a turn lost."""
 
 import fcntl
+import math
 import random
+import select
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.requests_to_serve import wait_until
-from support.turn_takers import START_S, Taker, told_learner
+from support.turn_takers import BUSY_S, Taker, told_learner
 
 from areal_rloo import turns
 from areal_rloo.errors import PreflightError
@@ -87,41 +91,76 @@ def test_engines_have_turns_together(takers: _Takers) -> None:
     assert all("end" not in engine.log.read_text() for engine in engines)
 
 
-def test_the_learner_waits_for_the_start_of_a_server(tmp_path: Path) -> None:
-    engine = EngineTurn(tmp_path)
-    with told_learner(tmp_path, patience_s=0.3) as learner:
-        assert engine.take()
-        engine.says_start(True)
-        learner.begin_to_take()
-        time.sleep(1.0)
-        began_s = time.monotonic()
-        engine.says_start(False)  # the server answers, and the engine hangs
-        assert learner._answer() == "1"
-        assert time.monotonic() - began_s > 0.2, "the patience begins after the start"
-        learner.give()
-        engine.says_start(True)
-        began_s = time.monotonic()
-        assert learner.take() == 2, "an engine that hung is not waited for again"
-        assert time.monotonic() - began_s < START_S / 2
-        engine.close()
-        learner.give()
-        assert learner.take() == 2
+def test_the_patience_counts_from_the_last_word_of_a_busy_engine(takers: _Takers) -> None:
+    busy = takers.start("busy")
+    wait_until(lambda: busy.num_turns() > 0)
+    with told_learner(takers.folder, patience_s=1.0) as learner:
+        for missed in (1, 2):  # also after a missed turn
+            learner.begin_to_take()
+            assert not select.select([learner.process.stdout], [], [], 3.0)[0], "the learner waits for the engine"
+            began_s = time.monotonic()
+            busy.signal(signal.SIGSTOP)
+            assert learner._answer() == str(missed), "a stopped process says nothing"
+            assert 0.5 < time.monotonic() - began_s < BUSY_S / 2
+            learner.give()
+            busy.signal(signal.SIGCONT)
 
 
-def test_the_wait_for_a_start_ends_with_its_limit_or_in_a_drain(tmp_path: Path) -> None:
-    waits = [
-        LearnerTurn(tmp_path, free=lambda: None, patience_s=0.1, start_s=0.4),
-        LearnerTurn(tmp_path, free=lambda: None, patience_s=0.1, start_s=60.0, hurries=lambda: True),
+def test_the_wait_for_a_busy_engine_ends_with_its_limit_and_in_a_drain(takers: _Takers) -> None:
+    busy = takers.start("busy")
+    wait_until(lambda: busy.num_turns() > 0)
+    drain_s = [math.inf]
+    cases: list[tuple[dict[str, Any], float]] = [
+        ({"busy_s": 0.8}, math.inf),
+        ({}, 0.8),
     ]
-    starting = Taker("starting", tmp_path, tmp_path / "log")
-    try:
-        wait_until(lambda: starting.num_turns() > 0)
-        for turn in waits:
-            with turn:
-                assert turn.statistics().missed == 1
-            turn.close()
-    finally:
-        starting.kill()
+    for options, drain_s[0] in cases:
+        learner = LearnerTurn(takers.folder, free=lambda: None, drain_s=lambda: drain_s[0], **options)
+        with learner:
+            assert learner.statistics().missed == 1
+            assert learner.statistics().wait_s > 0.7
+        learner.close()
+    learner = LearnerTurn(takers.folder, free=lambda: None, drain_s=lambda: drain_s[0])
+    drain_s[0] = math.inf
+    threading.Timer(0.5, drain_s.__setitem__, (0, 0.1)).start()  # the drain begins while the learner waits
+    with learner:
+        assert learner.statistics().missed == 1
+    learner.close()
+
+
+def test_a_time_in_which_all_stood_still_is_no_time_of_the_engine(takers: _Takers) -> None:
+    """A container that is paused freezes learner and engine; then the engine gets its whole time again."""
+    busy = takers.start("engine")
+    wait_until(lambda: busy.num_turns() > 0)
+    busy.signal(signal.SIGSTOP)
+    with told_learner(takers.folder, patience_s=2.0) as learner:
+        learner.begin_to_take()
+        time.sleep(0.5)
+        learner.process.send_signal(signal.SIGSTOP)
+        time.sleep(3.0)
+        learner.process.send_signal(signal.SIGCONT)
+        time.sleep(0.5)
+        busy.signal(signal.SIGCONT)
+        assert learner._answer() == "0", "the engine gives the turn in time"
+
+
+def test_a_learner_with_few_cycles_has_limits_too(takers: _Takers) -> None:
+    """Each look is late, as with a small quota of the processor; the engine hangs with the turn."""
+    hanging = takers.start("engine")
+    wait_until(lambda: hanging.num_turns() > 0)
+    hanging.signal(signal.SIGSTOP)
+    with told_learner(takers.folder, patience_s=2.0) as learner:
+        learner.begin_to_take()
+        for _ in range(20):
+            learner.process.send_signal(signal.SIGSTOP)
+            time.sleep(0.62)
+            learner.process.send_signal(signal.SIGCONT)
+            time.sleep(0.03)
+        learner.process.send_signal(signal.SIGSTOP)
+        has_answered = bool(select.select([learner.process.stdout], [], [], 0)[0])
+        learner.process.send_signal(signal.SIGCONT)
+        assert has_answered, "the learner waits without end"
+        assert learner._answer() == "1"
 
 
 def test_a_child_does_not_keep_the_turn_of_a_dead_worker(takers: _Takers) -> None:

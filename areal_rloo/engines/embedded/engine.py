@@ -62,8 +62,8 @@ class EmbeddedEngine:
     ) -> None:
         """Load the weights of `policy_version` from a Hugging Face folder.
 
-        Matrices and cache have the dtype; everything else is float32. `lora`: new weights come with these adapters
-        apart. `steps_ahead` steps are launched before the host reads the tokens of the last step. None: 1 on a GPU,
+        Matrices and cache have the dtype; everything else is float32. `lora`: new weights are these adapters
+        alone. `steps_ahead` steps are launched before the host reads the tokens of the last step. None: 1 on a GPU,
         where the launch overlaps the computation; 0 on a CPU. `turn`: compute in turns with the learner; the engine
         closes the turn.
         """

@@ -1,14 +1,13 @@
 """A checkpoint in the engine's form: the weights with fused projections, and tables of rotary angles.
 
 In: a Hugging Face folder of a family in `families.py`. Out: the tensors that `transformer.py` uses. New weights come by
-Hugging Face name; all are checked before the first is copied.
+Hugging Face name, of a model with adapters the adapters alone; all are checked before the first is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -86,7 +85,7 @@ class Parameters:
     def __init__(
         self, architecture: Architecture, *, device: torch.device, dtype: torch.dtype, lora: LoraConfig | None = None
     ) -> None:
-        """`lora`: keep adapters apart from the weights, 0 at first; None if weights have none, or come merged."""
+        """`lora`: keep adapters apart from the weights, 0 at first; new weights are then adapters alone."""
         a = self.architecture = architecture
         self._lora, self._device, self._dtype = lora, device, dtype
         self._places: dict[str, _Place] = {}
@@ -101,12 +100,18 @@ class Parameters:
         """Return True if every name is of a weight, or of the head of a tied model."""
         return set(names) <= {*self._places, "lm_head.weight"}
 
-    def fitting(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Return new weights by Hugging Face name; raises EngineError if a name or a shape differs."""
+    def fitting(self, weights: Iterable[tuple[str, Tensor]], *, of_files: bool = False) -> dict[str, Tensor]:
+        """Return weights by Hugging Face name, new ones or those `of_files`.
+
+        Raises:
+            EngineError: a name or a shape differs.
+        """
         given = dict(weights)
         if self.architecture.tied:
             given.pop("lm_head.weight", None)
-        unknown, missing = given.keys() - self._places.keys(), self._places.keys() - given.keys()
+        adapters = {name for name in self._places if name.endswith((ADAPTER_DOWN, ADAPTER_UP))}
+        expected_names = self._places.keys() - adapters if of_files else adapters or self._places.keys()
+        unknown, missing = given.keys() - expected_names, expected_names - given.keys()
         if unknown or missing:
             raise EngineError(
                 f"weights do not fit the model: unknown {sorted(unknown)[:3]}, missing {sorted(missing)[:3]}"
@@ -116,12 +121,6 @@ class Parameters:
             if tensor.shape != expected:
                 raise EngineError(f"weights: {name}: expected shape {tuple(expected)}, got {tuple(tensor.shape)}")
         return given
-
-    def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield empty adapters by name."""
-        for name, place in self._places.items():
-            if name.endswith((ADAPTER_DOWN, ADAPTER_UP)):
-                yield name, torch.zeros_like(place.view)
 
     def copy_from(self, fitting: dict[str, Tensor]) -> None:
         for name, tensor in fitting.items():
@@ -238,7 +237,7 @@ def load_checkpoint(
     try:
         if not parameters.know(stored):  # transformers ignores some tensors of old checkpoints
             stored = stored_parameters("model.path", path)
-        parameters.copy_from(parameters.fitting(chain(read_parameters(stored), parameters.adapters())))
+        parameters.copy_from(parameters.fitting(read_parameters(stored), of_files=True))
     except (OSError, DecodeError, EngineError, SafetensorError) as error:
         raise ModelError(f"model.path: cannot load {path}: {error}") from error
     return parameters, tables.to(device)

@@ -42,6 +42,7 @@ class ServerPlan:
         model_context_tokens: the model's longest context; None if the config does not tell.
         sleeps: True if the server gives its memory to a learner during train steps.
         prefix_cache: False if the server cannot separate the cached prompts of two versions.
+        has_version: True if the files are version 0; False: no token before the learner's adapters have come.
     """
 
     model_path: Path
@@ -54,6 +55,7 @@ class ServerPlan:
     sleeps: bool = False
     model_context_tokens: int | None = None
     prefix_cache: bool = True
+    has_version: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,19 +206,17 @@ class ServerKind(Protocol):
 
     Attributes:
         package: of the server.
-        health: path of a GET; answers only if the engine behind the server answers.
         harmless: words of log entries without the cause of the end of a server.
     """
 
     package: ClassVar[ServerPackage]
-    health: ClassVar[str]
     harmless: ClassVar[tuple[str, ...]]
 
     def command(self, python: str, arguments: Arguments, plan: ServerPlan, *, port: int, config: Path) -> list[str]:
         """Return the command of a server; `config` names the file with the api key."""
 
-    def environment(self, plan: ServerPlan) -> dict[str, str]:
-        """Return the changes of the environment variables of a server."""
+    def environment(self, plan: ServerPlan) -> Mapping[str, str | None]:
+        """Return the changes of the environment variables of a server; None leaves a variable out."""
 
     async def label(self, client: ServerClient, *, timeout_s: float) -> str:
         """Return the server's name for its weights, and end a pause left by a former engine.

@@ -38,7 +38,7 @@ from areal_rloo.engines.server.turns import Turns
 from areal_rloo.engines.server.updates import Load, Swapping, Update, prove
 from areal_rloo.errors import EngineError
 from areal_rloo.models.fingerprint import Sample, sampled_names, take_sample
-from areal_rloo.models.stored import stored_parameters
+from areal_rloo.models.stored import merged, stored_parameters
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.trajectory import Completion
@@ -126,9 +126,7 @@ class ServerEngine:
             EngineError: the server failed while answering.
         """
         try:
-            if self._turns is not None:
-                await self._turns.begin()
-            connection = await self._supervision.start()
+            connection = await self._start()
         except BaseException:
             self._close_turn()
             raise
@@ -178,6 +176,10 @@ class ServerEngine:
 
         update = Update(policy_version, in_group=False, timeout_s=self._update_timeout_s, prepare=prepare)
         return self._swapping.stage(update)
+
+    def load_adapters(self, policy_version: int, adapters: Iterable[tuple[str, Tensor]]) -> Future[int]:
+        """Merge adapters into the model's files while generation continues, then load as `load_weights` does."""
+        return self.load_weights(policy_version, merged(self._parameters, dict(adapters), self._dtype))
 
     def update_from_group(
         self, policy_version: int, group: UpdateGroup, buckets: Sequence[BucketLayout], samples: Sequence[Sample]
@@ -244,6 +246,16 @@ class ServerEngine:
         sampled = {name: tensors[name].to("cpu", self._dtype) for name in sampled_names(tensors, policy_version)}
         return [take_sample(sampled, digest=connection.digest, num_ranks=num_ranks)]
 
+    async def _start(self) -> Connection:
+        if self._turns is None:
+            return await self._supervision.start()
+        await self._turns.begin()
+        saying = asyncio.create_task(self._turns.say_busy(), name="the engine's word that it is busy")
+        try:
+            return await self._supervision.start()
+        finally:
+            await cancel([saying])
+
     async def _serve(self, connection: Connection) -> None:
         """Serve until the engine is closed, or until the server has failed for good."""
         works = {
@@ -254,6 +266,7 @@ class ServerEngine:
         }
         if self._turns is not None:
             works["turns with the learner"] = self._turns.run()
+            works["the engine's word that it is busy"] = self._turns.say_busy()
         closing = asyncio.create_task(self._closing.wait(), name="the end of the engine")
         tasks = [closing, *(asyncio.create_task(work, name=name) for name, work in works.items())]
         error: BaseException | None = None
@@ -277,10 +290,9 @@ class ServerEngine:
 
     async def _tell_unfinished(self) -> None:
         while True:
-            asked = [await self._asked.get()]
+            self._asked.put_nowait(await self._asked.get())  # in the queue, `_serve` answers it if the engine ends now
             async with self._state.exclusive:  # an update may take longer than anybody waits
-                while not self._asked.empty():
-                    asked.append(self._asked.get_nowait())
+                asked = [self._asked.get_nowait() for _ in range(self._asked.qsize())]
                 waiting = [future for future in asked if future.set_running_or_notify_cancel()]
                 try:
                     begun = await self._sending.unfinished(timeout_s=_CALL_BACK_TIMEOUT_S) if waiting else {}

@@ -1,7 +1,8 @@
 """The process of a managed server: start and kill the process.
 
-The server runs in a separate session, so a signal to the session also ends the server's children, even if these are
-stopped. If this process is killed, Linux kills the server, and the children end with the server.
+The server runs below a keeper (`keeper.py`) in a separate session, so a signal to the session also ends the server's
+children, even if these are stopped. If this process is killed, the keeper kills the server and all descendants: some
+would live on alone, for example children that begin just then.
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ import secrets
 import signal
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from areal_rloo.config import ServerConfig
 from areal_rloo.engines.server.api import Arguments, ServerKind, ServerPlan
 from areal_rloo.files import ScratchFolder, open_private
-from areal_rloo.parent_death import bound_to_this_process
+from areal_rloo.keeper import kept
 from areal_rloo.ports import ReservedPorts
 from areal_rloo.session_leader import SessionLeader
 from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.waiting import wait_until
 
 logger = get_logger(__name__)
 
-_KILL_TIMEOUT_S = 30.0
+_KILL_TIMEOUT_S, _KEEPER_S = 30.0, 6.0  # a keeper kills for 5 s at most
+_LOOK_EVERY_S = 0.02
 _TAIL_BYTES = 64 * 1024
 _START_BYTES = 16 * 2**20  # of a log: far more than a server writes before it is ready
 _ENTRY = re.compile(r"^(?=\[\d{4}-\d\d-\d\d |\(\w+ pid=)", re.MULTILINE)  # a log line and the traceback
@@ -54,8 +58,8 @@ class ServerProcess:
                 file.write(f"api-key: {self.api_key}\n".encode())
             with open_private(log, "ab") as output:  # servers log their options, with the api key (`forget_secrets`)
                 process = subprocess.Popen(
-                    bound_to_this_process(command, signal.SIGKILL),
-                    env={**os.environ, **kind.environment(plan)},
+                    kept(command, bounded=False),
+                    env=_changed(os.environ, kind.environment(plan)),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -65,7 +69,7 @@ class ServerProcess:
             self._clear()
             raise
         self._leader = SessionLeader(process)
-        self.pid = process.pid
+        self.pid = process.pid  # of the keeper
 
     def exit_code(self) -> int | None:
         """Return the exit code; None while the server runs."""
@@ -81,10 +85,14 @@ class ServerProcess:
                 file.write(b"*" * len(self.api_key))  # the length stays: the server appends meanwhile
 
     def kill(self) -> None:
-        """Kill the session, and reap the server."""
+        """Kill the server with all descendants, and reap the keeper."""
         self._clear()
+        self._leader.signal(signal.SIGCONT)
+        self._leader.signal(signal.SIGTERM)  # the keeper also kills descendants with a session of their own
+        wait_until(lambda: self.exit_code() is not None, timeout_s=_KEEPER_S, look_every_s=_LOOK_EVERY_S)
         if not self._leader.kill(_KILL_TIMEOUT_S):  # a hung system call, for example of a GPU driver
-            logger.error("the server (pid %d) was killed and does not end; its device may stay in use", self.pid)
+            text = "the server below process %d was killed and does not end; its device may stay in use"
+            logger.error(text, self.pid)
 
     def last_words(self) -> str:
         """Return the last error in this run's log, or the last line if there is no error."""
@@ -102,6 +110,11 @@ class ServerProcess:
         self._reserved.close()
 
 
+def _changed(variables: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the variables of a process; None leaves a variable out."""
+    return {name: value for name, value in {**variables, **changes}.items() if value is not None}
+
+
 def in_words(options: Arguments) -> list[str]:
     """Return options of a command line: true is a bare flag; false and null leave an option out."""
     words: list[str] = []
@@ -109,5 +122,6 @@ def in_words(options: Arguments) -> list[str]:
         if value is True:
             words.append(f"--{name}")
         elif value is not None and value is not False:
-            words += [f"--{name}", str(value)]
+            is_whole = isinstance(value, float) and value.is_integer()  # servers read 1e6 as no whole number
+            words += [f"--{name}", f"{value:.0f}" if is_whole else str(value)]
     return words

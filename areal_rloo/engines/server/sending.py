@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_rloo.config import ServerConfig
+from areal_rloo.engines.base import UNKNOWN
 from areal_rloo.engines.server.answers import Output
 from areal_rloo.engines.server.api import Connection
 from areal_rloo.engines.server.client import ServerGoneError, ServerRefusedError
@@ -22,7 +23,6 @@ from areal_rloo.waiting import cancel, failed, fault_of
 
 logger = get_logger(__name__)
 
-UNKNOWN = -1
 _MAX_FUTILE = 5  # consecutive HTTP requests without a token; after as many, the request fails
 _ABORT_AGAIN_S = 0.5  # the server ignores an abort before its request
 _LOOK_EVERY_S = 5.0

@@ -14,12 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from areal_rloo.config import ServerConfig
+from areal_rloo.engines.base import UNKNOWN
 from areal_rloo.engines.installed import find_api_key, find_python
 from areal_rloo.engines.server.api import Connection, Pause, ServerApi, ServerKind, ServerPlan
 from areal_rloo.engines.server.client import ServerClient, ServerGoneError, ServerRefusedError
 from areal_rloo.engines.server.process import ServerProcess
 from areal_rloo.engines.server.readback import sample_of_files
-from areal_rloo.engines.server.sending import UNKNOWN, Sending, ServerState
+from areal_rloo.engines.server.sending import Sending, ServerState
 from areal_rloo.errors import ArealRlooError, ConfigError, EngineError
 from areal_rloo.models.fingerprint import Digest, Sample, compared_share
 from areal_rloo.models.folder import StoredTensor
@@ -44,7 +45,7 @@ class _Server:
     def __init__(
         self, kind: ServerKind, config: ServerConfig, plan: ServerPlan, stored: Mapping[str, StoredTensor]
     ) -> None:
-        self.health = kind.health
+        self.health = kind.package.health
         self._kind = kind
         self._package = kind.package
         self._config = config
@@ -102,7 +103,7 @@ class _Server:
 
 
 class ManagedServer(_Server):
-    """A server that we start, on the event loop's thread: Linux kills the server when this thread ends."""
+    """A server that we start, on the event loop's thread: the keeper kills the server when this thread ends."""
 
     managed = True
 
@@ -110,6 +111,7 @@ class ManagedServer(_Server):
         self, kind: ServerKind, config: ServerConfig, plan: ServerPlan, stored: Mapping[str, StoredTensor], log: Path
     ) -> None:
         super().__init__(kind, config, plan, stored)
+        self.first_version = 0 if plan.has_version else UNKNOWN
         self._log = log
         self._process: ServerProcess | None = None
 
@@ -124,8 +126,10 @@ class ManagedServer(_Server):
         separates = connection.api.capabilities.separates_prompts
         if self._plan.prefix_cache and self._config.pause == "in_place" and not separates:
             logger.warning("the server cannot separate the cached prompts of two versions; restart without this cache")
-            await connection.api.client.close()
-            await asyncio.to_thread(self.kill)
+            try:
+                await connection.api.client.close()
+            finally:
+                await asyncio.to_thread(self.kill)
             self._plan = replace(self._plan, prefix_cache=False)
             connection = await self._start()
         return connection
@@ -147,7 +151,7 @@ class ManagedServer(_Server):
             find_python, self._package, self._config, on_gpus=self._plan.device.startswith("cuda")
         )
         process = self._process = ServerProcess(self._kind, python, self._config, self._plan, self._log)
-        logger.info("started a server (pid %d, port %d); its log is %s", process.pid, process.port, process.log)
+        logger.info("started a server (below pid %d, port %d); its log is %s", process.pid, process.port, process.log)
         client = ServerClient(process.url, api_key=process.api_key)
         pause: Pause = "retract" if self._plan.prefix_cache else self._config.pause  # `open` handles in_place
         label = self._until_healthy(process, client)
@@ -166,7 +170,7 @@ class ManagedServer(_Server):
         ends_s = time.monotonic() + self._config.start_timeout_s
         while (why := self.ended()) is None:
             try:
-                await client.text(self._kind.health, timeout_s=_CALL_TIMEOUT_S)
+                await client.text(self._package.health, timeout_s=_CALL_TIMEOUT_S)
                 process.forget_secrets()
                 await self._kind.began(client, timeout_s=_CALL_TIMEOUT_S)
                 return "0"
@@ -184,6 +188,7 @@ class ExternalServer(_Server):
     """A server that runs already; a failed server is awaited, never killed."""
 
     managed = False
+    first_version = UNKNOWN
 
     def __init__(
         self, kind: ServerKind, config: ServerConfig, plan: ServerPlan, stored: Mapping[str, StoredTensor], url: str
@@ -210,7 +215,7 @@ class ExternalServer(_Server):
         while True:
             try:
                 label = await self._kind.label(client, timeout_s=_CALL_TIMEOUT_S)
-                await client.text(self._kind.health, timeout_s=self._config.health_timeout_s)
+                await client.text(self._package.health, timeout_s=self._config.health_timeout_s)
                 return label
             except ServerRefusedError as error:
                 if error.status in (401, 403) and not self._was_open:
@@ -255,7 +260,7 @@ class Supervision:
         """Open the first connection; raises the errors of `open`."""
         connection = await self._server.open()
         self._connect(connection)
-        self._state.policy_version = 0 if self._server.managed else UNKNOWN
+        self._state.policy_version = self._server.first_version
         return connection
 
     async def run(self, connection: Connection) -> None:
@@ -281,7 +286,7 @@ class Supervision:
             state.restarts += 1
             self._connect(connection)
             if self._server.managed:
-                state.now_has(0)
+                state.now_has(self._server.first_version)
             elif before == UNKNOWN or connection.label != str(before):
                 state.now_has(UNKNOWN)
 

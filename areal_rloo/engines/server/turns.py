@@ -21,7 +21,7 @@ from areal_rloo.errors import EngineError
 from areal_rloo.turns import LOOK_EVERY_S, EngineTurn
 
 # To fall asleep, and of each call to wake. vLLM copies the weights of a large model in a second, but the requests come
-# back only after a long prefill. More than the learner's patience costs a turn, less costs a healthy server.
+# back only after a long prefill; less time costs a healthy server.
 _TIMEOUT_S = 25.0
 _CALL_BACK_S = 15.0
 
@@ -41,25 +41,34 @@ class Turns:
     async def begin(self) -> None:
         """Wait for the first turn."""
         while True:
-            if self._turn.take(waits=False):
-                self._turn.says_start(True)
+            if self._turn.take(has_requests=False):
                 return
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def say_busy(self) -> None:
+        """Tell the learner, without an end, while the server starts, ends, or does work with a time limit."""
+        while True:
+            if self._turn.held and (self._changes or self._state.exclusive.locked()):
+                self._turn.says_busy()
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def run(self) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            starts = self._state.connection is None and self._state.occupied
-            self._turn.says_start(starts)
             if not self._turn.held:
-                if self._turn.take(waits=self._has_requests()):
+                if self._turn.take(has_requests=self._has_requests()):
                     await self._wake()
             elif not self._turn.is_wanted():
                 self._open_gate()
-            elif starts:
+            elif self._changes:
                 self._state.awake.clear()  # the server falls asleep before a request is sent again
             elif await self._falls_asleep():
                 self._turn.give()
+
+    @property
+    def _changes(self) -> bool:
+        """True while the server starts or ends; both have time limits."""
+        return self._state.connection is None and self._state.occupied
 
     async def _falls_asleep(self) -> bool:
         """Put the server to sleep, or hold back its start; return False if it starts, ends, or does not fall asleep."""
@@ -81,8 +90,7 @@ class Turns:
                     await connection.api.sleep(timeout_s=_TIMEOUT_S)
             except (EngineError, TimeoutError) as error:
                 state.give_up(connection, f"the server does not fall asleep: {error}")
-                state.awake.set()
-                return False
+                return False  # not awake: the next server starts after the learner's turn
             self._sleeping = connection
             return True
 

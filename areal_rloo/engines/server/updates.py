@@ -25,10 +25,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 
-from areal_rloo.engines.base import uncancellable_future
+from areal_rloo.engines.base import UNKNOWN, uncancellable_future
 from areal_rloo.engines.server.api import Connection, WeightsUnknownError
 from areal_rloo.engines.server.client import ServerGoneError, ServerRefusedError
-from areal_rloo.engines.server.sending import UNKNOWN, Sending, ServerState
+from areal_rloo.engines.server.sending import Sending, ServerState
 from areal_rloo.errors import EngineError
 from areal_rloo.models.fingerprint import Sample
 from areal_rloo.telemetry.logs import get_logger

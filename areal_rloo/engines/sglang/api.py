@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -30,22 +31,21 @@ class SGLang:
 
     capabilities: Capabilities | None = None
     package: ClassVar = installed.SGLANG
-    health: ClassVar = "/health"
     harmless: ClassVar[tuple[str, ...]] = ("freeze_gc failed",)  # SGLang logs this at every start, before it listens
 
     def command(self, python: str, arguments: Arguments, plan: ServerPlan, *, port: int, config: Path) -> list[str]:
         start = [python, "-m", "sglang.launch_server", "--config", str(config)]
         return start + command_line(arguments, plan, port=port)
 
-    def environment(self, plan: ServerPlan) -> dict[str, str]:
+    def environment(self, plan: ServerPlan) -> Mapping[str, str | None]:
         return environment(plan)
 
     async def label(self, client: ServerClient, *, timeout_s: float) -> str:
         try:
-            label = str((await client.get("/model_info", timeout_s=timeout_s))["weight_version"])
+            label = str((await client.get(self.package.label, timeout_s=timeout_s))["weight_version"])
         except ServerRefusedError as error:
             if error.status == 404:
-                raise too_early("no endpoint /model_info") from error
+                raise too_early(f"no endpoint {self.package.label}") from error
             raise
         await client.post("/continue_generation", timeout_s=timeout_s)
         return label

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -31,22 +32,21 @@ class VLLM:
 
     capabilities: Capabilities | None = None
     package: ClassVar = installed.VLLM
-    health: ClassVar = "/is_paused"  # /health asks the engine nothing
     harmless: ClassVar[tuple[str, ...]] = ("WARNING", "EngineDeadError", "EngineCore encountered")
 
     def command(self, python: str, arguments: Arguments, plan: ServerPlan, *, port: int, config: Path) -> list[str]:
         start = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(plan.model_path), "--config", str(config)]
         return start + command_line(arguments, plan, port=port)
 
-    def environment(self, plan: ServerPlan) -> dict[str, str]:
+    def environment(self, plan: ServerPlan) -> Mapping[str, str | None]:
         return environment(plan)
 
     async def label(self, client: ServerClient, *, timeout_s: float) -> str:
         try:
-            label = str((await client.get("/weight_info", timeout_s=timeout_s))["weight_version"])
+            label = str((await client.get(self.package.label, timeout_s=timeout_s))["weight_version"])
         except ServerRefusedError as error:
             if error.status == 404:
-                raise unfit("has no endpoint /weight_info", "start it with VLLM_SERVER_DEV_MODE=1") from error
+                raise unfit(f"has no endpoint {self.package.label}", "start it with VLLM_SERVER_DEV_MODE=1") from error
             raise
         await client.post("/resume", timeout_s=timeout_s)
         return label

@@ -11,7 +11,8 @@ processes and open connections; `__main__` makes them, too.
 - `disk`: the run folder, shared memory, the clock.
 - `limits`: ulimits, cores, memory, containers.
 - `devices`: GPUs, torch, NCCL; `probe_torch` is a process with torch.
-- `addresses`: ports, host names, servers, the hub.
+- `addresses`: ports, host names, servers.
+- `hub`: models and datasets to download.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from areal_rloo.config import Config
-from areal_rloo.launcher.doctor import addresses, devices, disk, inputs, limits, software
+from areal_rloo.launcher.doctor import addresses, devices, disk, hub, inputs, limits, software
 from areal_rloo.launcher.doctor.base import Check, Finding, Situation, guarded, raise_first
 
 __all__ = ["Check", "Finding", "Situation", "findings", "guarded", "raise_first"]
@@ -37,9 +38,7 @@ QUICK: tuple[Check, ...] = (
 )
 QUICK_WHERE_IT_RUNS: tuple[Check, ...] = (
     inputs.check_server,
-    inputs.check_hub_models,
-    inputs.check_hub_datasets,
-    addresses.check_hub,
+    hub.check_hub,
     addresses.check_ports,
     addresses.check_wire_host,
     addresses.check_metrics_host,

@@ -17,11 +17,12 @@ from pathlib import Path
 import msgspec
 
 from areal_rloo.config import Config, check_unique, import_entry, load_config
-from areal_rloo.errors import UserError
+from areal_rloo.errors import PreflightError, UserError
 from areal_rloo.launcher.doctor import Finding, Situation, findings, guarded
 from areal_rloo.launcher.doctor.base import refused, unsure, wrong
 from areal_rloo.launcher.doctor.inputs import check_loading
-from areal_rloo.launcher.run_folder import has_results
+from areal_rloo.launcher.hosts import refused_here
+from areal_rloo.launcher.run_folder import choose_folder
 from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.telemetry.progress import stop_printing
 
@@ -70,11 +71,26 @@ def _look(options: argparse.Namespace, overrides: Sequence[str]) -> Iterator[Fin
         except UserError as error:
             yield refused("config", error, fix="correct it")
     folder = Path((config.run.folder if config is not None else None) or "runs").resolve()
-    if has_results(folder):
-        yield unsure("run.folder", f"{folder} holds a run already", "resume the run (--resume), or choose another")
+    if config is not None:
+        yield from guarded(check_start, Situation(config, folder))
     yield from findings(config, folder=folder, thorough=not options.quick)
     if config is not None:
         yield from guarded(check_loading, Situation(config, folder))
+
+
+def check_start(situation: Situation) -> Iterator[Finding]:
+    """Say which starts of this config would be refused, though others would not."""
+    try:
+        choose_folder(situation.config, resume=False)
+    except UserError as error:
+        yield _refused_start("run.folder", "without --resume", error)
+    if words := refused_here(situation.config.launcher):
+        yield _refused_start("launcher.num_hosts", "with the local launcher", PreflightError(words))
+
+
+def _refused_start(key: str, how: str, error: UserError) -> Finding:
+    found = refused(key, error, fix="change it")
+    return unsure(key, f"a start {how} would be refused: {found.what}", found.fix)
 
 
 def _show(finding: Finding) -> None:

@@ -1,32 +1,29 @@
-"""Checks of addresses: ports, the wire's host, this host's name, servers of engines, reward services, the hub."""
+"""Checks of addresses: ports, the wire's host, this host's name, servers of engines, reward services."""
 
 from __future__ import annotations
 
 import http.client
 import ipaddress
-import json
 import socket
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from areal_rloo.config import Config, is_loopback
-from areal_rloo.errors import ConfigError, DataError, first_line
+from areal_rloo.config import Config, ServerConfig, is_loopback
+from areal_rloo.decoding import from_json
+from areal_rloo.engines.installed import ServerPackage, package_of
+from areal_rloo.errors import ConfigError, DataError, DecodeError, first_line
 from areal_rloo.launcher.doctor.base import Finding, Situation, ok, unsure, wrong
-from areal_rloo.launcher.doctor.inputs import missing_datasets, model_paths, offline_variable
-from areal_rloo.models.folder import cached_folder, is_hub_name
 from areal_rloo.rewards import reward_parts
-from areal_rloo.waiting import call_within
+from areal_rloo.waiting import call_within, on_daemon_thread
 
 _ANSWER_S = 5.0
-_HUB_S = 3.0  # a start without a network ends within 5 s
+_SILENCE_S = 10.0  # ends the thread of a question, when the caller has gone on
+_SHARE = "rollout.max_reward_failure_share"
 _MOST_ANSWER_BYTES = 2**20
-_HUB = "https://huggingface.co"
-_REFUSALS = (401, 403, 404)  # HTTP: no such name, or none for this user
 
 
 def check_ports(situation: Situation) -> Iterator[Finding]:
@@ -108,117 +105,129 @@ def check_host_name(situation: Situation) -> Iterator[Finding]:
 
 
 def check_servers(situation: Situation) -> Iterator[Finding]:
-    """Connect to running servers of engines and reward services."""
-    config = situation.config
-    key = f"rollout.{config.rollout.engine}.urls"
-    for url in config.rollout.server_urls:
-        if trouble := _no_answer(f"{url.rstrip('/')}/health"):
-            yield wrong(
-                f"rollout.{config.rollout.engine}.urls",
-                f"{url}: {trouble.words}",
-                "start the server, or correct the url",
-                ConfigError,
-            )
+    """Connect to all running servers of engines and all reward services at the same time.
+
+    A server may start later, so each finding says how a run goes on without an answer.
+    """
+    rollout, services = situation.config.rollout, list(_services(situation.config))
+    connections = [on_daemon_thread(partial(_no_connection, url), name=url) for url in services]
+    if rollout.engine != "embedded" and rollout.server is not None:
+        yield from _engine_findings(package_of(rollout.engine), rollout.server, situation.environment)
+    ends = f"a run drops each completion without a reward, and ends above {_SHARE}={rollout.max_reward_failure_share:g}"
+    for url, connection in zip(services, connections, strict=True):
+        yield _finding("rewards", url, connection.result(), ends)
+
+
+def _engine_findings(package: ServerPackage, server: ServerConfig, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Ask as an engine asks: with the key, for the label of the weights and then for the health."""
+    token = environment.get(server.api_key_env or "")
+    asked = [on_daemon_thread(partial(_no_engine, url, package, token), name=url) for url in server.urls]
+    for url, answer in zip(server.urls, asked, strict=True):
+        trouble = answer.result()
+        if trouble is not None and trouble.status in (401, 403):
+            what, key = f"{url}: {trouble.words}: the server refuses the key; a run ends", f"{package.key}.api_key_env"
+            yield wrong(key, what, "name the environment variable with the server's key", ConfigError)
+        elif trouble is not None and trouble.status == 404:  # see `ServerKind.label`
+            yield _finding(f"{package.key}.urls", url, trouble, f"a run ends, as this is no {package.name} that fits")
         else:
-            yield ok(key, f"{url} answers")
+            waits = f"a run waits, and ends after {package.key}.start_timeout_s={server.start_timeout_s:g} s"
+            yield _finding(f"{package.key}.urls", url, trouble, waits)
+
+
+def _finding(key: str, url: str, trouble: Trouble | None, run: str) -> Finding:
+    if trouble is None:
+        return ok(key, f"{url} answers")
+    return wrong(key, f"{url}: {trouble.words}; {run}", "start the server, or correct the url", ConfigError)
+
+
+def _services(config: Config) -> Iterator[str]:
     try:
-        services = dict.fromkeys(part.config.url for part in reward_parts(config.data) if part.config.url is not None)
-    except DataError:
-        return  # `check_data_files` reports the error
-    for url in services:
-        parts = urlsplit(url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        try:
-            socket.create_connection((parts.hostname or "", port), timeout=_ANSWER_S).close()
-            yield ok("rewards", f"{url} accepts connections")
-        except OSError as error:
-            yield wrong("rewards", f"{url}: {first_line(error)}", "start the service, or correct the url")
-
-
-def check_hub(situation: Situation) -> Iterator[Finding]:
-    """Ask the hub for access to each model and dataset not downloaded yet: a run without them would fail."""
-    if offline_variable(situation) is not None:
-        return
-    base, token = situation.environment.get("HF_ENDPOINT", _HUB).rstrip("/"), situation.environment.get("HF_TOKEN")
-    silent: _Trouble | None = None  # then nothing more is asked
-
-    def ask(path: str) -> _Trouble | None:
-        nonlocal silent
-        trouble = silent or _no_answer_of_hub(f"{base}/{path}", token)
-        silent = trouble if trouble is not None and trouble.status is None else None
-        return trouble
-
-    for key, path in (*model_paths(situation.config), *_reward_models(situation.config)):
-        cached = cached_folder(path, situation.environment) is not None
-        if path == "tiny" or Path(path).exists() or not is_hub_name(path) or cached:
-            continue
-        if trouble := ask(f"{path}/resolve/main/config.json"):
-            fix = f"{_mend(key, trouble)}, or download it elsewhere and set {key} to its folder"
-            yield wrong(key, f"{path}: {base}: {trouble.words}", fix)
-        else:
-            yield ok(key, f"{path}: {base} has it")
-    for key, path in missing_datasets(situation):
-        if trouble := ask(f"api/datasets/{path}"):
-            fix = f"{_mend(key, trouble)}, or set {key} to a local file"
-            yield wrong(key, f"{path}: {base}: {trouble.words}", fix, DataError)
-        else:
-            yield ok(key, f"{path}: {base} has it")
-
-
-def _mend(key: str, trouble: _Trouble) -> str:
-    if trouble.status is None:
-        return "mend the network"
-    return f"correct {key}, log in with `hf auth login`" if trouble.status in _REFUSALS else "try again later"
-
-
-def _reward_models(config: Config) -> Iterator[tuple[str, str]]:
-    try:
-        for part in reward_parts(config.data):
-            if part.config.model is not None:
-                yield f"{part.key}.model", part.config.model
+        yield from dict.fromkeys(part.config.url for part in reward_parts(config.data) if part.config.url is not None)
     except DataError:
         return  # `check_data_files` reports the error
 
 
-class _Trouble(NamedTuple):
+def _no_connection(url: str) -> Trouble | None:
+    """Connect to a service; give the reason of a failure, or None."""
+    parts = urlsplit(url)
+    address = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        call_within(_ANSWER_S, lambda: socket.create_connection(address, timeout=_ANSWER_S).close())
+    except OSError as error:
+        return Trouble(_plain(error))
+    return None
+
+
+def _no_engine(url: str, package: ServerPackage, token: str | None) -> Trouble | None:
+    direct = (urllib.request.ProxyHandler({}), _NoRedirects())
+    label = Question(f"{url.rstrip('/')}{package.label}", token, direct)
+    health = Question(f"{url.rstrip('/')}{package.health}", token, direct, wants_json=False)
+    return no_answer(label, health, within_s=_ANSWER_S)
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: object) -> None:
+        """Refuse every redirect: the API key is for this server."""
+
+
+class Trouble(NamedTuple):
     """Why a server gave no answer; `status` of HTTP, if it gave one."""
 
     words: str
     status: int | None = None
 
 
-def _no_answer_of_hub(url: str, token: str | None) -> _Trouble | None:
-    """Ask the hub; one limit for the name, the connection and the answer."""
+class Question(NamedTuple):
+    """A GET, answered by a JSON object if `wants_json`. `handlers` are of urllib, besides its own."""
+
+    url: str
+    token: str | None
+    handlers: tuple[urllib.request.BaseHandler, ...] = ()
+    wants_json: bool = True
+
+
+def no_answer(*questions: Question, within_s: float) -> Trouble | None:
+    """Ask in turn; give the reason of the first failure, or None.
+
+    `within_s` limits the names, the connections and the answers together.
+    """
     try:
-        return call_within(_HUB_S, lambda: _no_answer(url, token=token, of_hub=True))
+        return call_within(within_s, lambda: next(filter(None, map(_trouble, questions)), None))
     except TimeoutError as error:
-        return _Trouble(str(error))
+        return Trouble(str(error))
 
 
-def _no_answer(url: str, *, token: str | None = None, of_hub: bool = False) -> _Trouble | None:
-    """Send a GET; give the reason of a failure, or None. The hub is asked through proxies, for JSON."""
-    handlers = [] if of_hub else [urllib.request.ProxyHandler({})]
+def _trouble(question: Question) -> Trouble | None:
+    token = question.token
+    if token and not (token.isascii() and token.isprintable()):  # the error of http.client shows the key
+        return Trouble("the key has characters that HTTP does not allow")
     try:
-        asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
-        with urllib.request.build_opener(*handlers).open(asked, timeout=_ANSWER_S) as answer:
-            words = _no_json(answer) if of_hub else ""
-            return _Trouble(words) if words else None
+        asked = urllib.request.Request(question.url, headers={"Authorization": f"Bearer {token}"} if token else {})
+        with urllib.request.build_opener(*question.handlers).open(asked, timeout=_SILENCE_S) as answer:
+            words = _no_json(answer) if question.wants_json else ""
+            return Trouble(words) if words else None
     except urllib.error.HTTPError as error:
         with error:
-            return _Trouble(f"HTTP {error.code}", error.code)
+            return Trouble(f"HTTP {error.code}", error.code)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return _Trouble(first_line(error))
+        return Trouble(_plain(error))
+
+
+def _plain(error: Exception) -> str:
+    """Return the reason of a failure without the classes of Python."""
+    reason = error.reason if isinstance(error, urllib.error.URLError) else error
+    if isinstance(reason, socket.gaierror):
+        return f"no address for this host ({reason.strerror})"
+    return reason if isinstance(reason, str) else first_line(reason)
 
 
 def _no_json(answer: http.client.HTTPResponse) -> str:
-    """Read an answer of the hub; say why it is no JSON, or give an empty string. A network may answer with a page."""
-    body, ends_s = b"", time.monotonic() + _ANSWER_S
-    while part := answer.read1(_MOST_ANSWER_BYTES):
-        body += part
-        if time.monotonic() > ends_s or len(body) > _MOST_ANSWER_BYTES:
-            return f"no whole answer within {_ANSWER_S:g} s and {_MOST_ANSWER_BYTES:,} bytes"
+    """Read an answer; say why it is no JSON object, or give an empty string. A network may answer with a page."""
+    body = answer.read(_MOST_ANSWER_BYTES + 1)
+    if len(body) > _MOST_ANSWER_BYTES:
+        return f"the answer has more than {_MOST_ANSWER_BYTES:,} bytes"
     try:
-        json.loads(body)
-    except ValueError:
-        return "the answer is no JSON; the network may ask for a login"
+        from_json(body, dict[str, Any])
+    except DecodeError:
+        return "the answer is no JSON object; the network may ask for a login"
     return ""

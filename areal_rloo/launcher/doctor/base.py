@@ -55,6 +55,11 @@ class Situation:
         return host_to_show(self.config.launcher)[0]
 
     @property
+    def describes_gpus(self) -> bool:
+        """True if the GPUs of `host` are described, because the config asks for more than are here; raises alike."""
+        return bool(host_to_show(self.config.launcher)[1])
+
+    @property
     def hosts(self) -> list[Host]:
         """The hosts of the run, all like this host; raises like `host`."""
         host = self.host

@@ -24,7 +24,7 @@ from areal_rloo.launcher.doctor.base import (
     wrong,
     wrong_or_unsure,
 )
-from areal_rloo.launcher.hosts import DriverError, Gpu, list_gpus, this_host
+from areal_rloo.launcher.hosts import DriverError, Gpu, list_gpus, real_host
 from areal_rloo.launcher.nccl import pair_of, refusal
 
 _PROBE_S = 180.0
@@ -72,9 +72,9 @@ def check_gpus(situation: Situation) -> Iterator[Finding]:
         )
         return
     try:
-        this_host(situation.config.launcher)
+        real_host(situation.config.launcher)
     except PreflightError as error:  # too few
-        yield refused("launcher.gpus_per_host", error, fix="lower it")
+        yield refused(str(error).partition(":")[0], error, fix="lower it")
     if not listed:
         yield from _without_gpus(situation.config, visible)
         return

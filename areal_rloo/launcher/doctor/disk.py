@@ -15,9 +15,12 @@ from pathlib import Path
 import psutil
 
 from areal_rloo.config import Config
+from areal_rloo.errors import UserError
 from areal_rloo.files import lock_file, memory_folder
 from areal_rloo.launcher.doctor.base import Finding, Situation, ok, size, unsure, wrong
 from areal_rloo.launcher.doctor.inputs import policy_parameters
+from areal_rloo.launcher.doctor.limits import host_memory
+from areal_rloo.launcher.placement import gpus_each
 from areal_rloo.learner.memory import number_bytes
 from areal_rloo.models.sizes import Sizes
 
@@ -128,7 +131,9 @@ def check_shared_memory(situation: Situation) -> Iterator[Finding]:
         return
     base = memory_folder()
     usage = shutil.disk_usage(base)
-    fix = "enlarge /dev/shm (docker run --shm-size=...), or set weights.transport=collective"
+    fix = "enlarge /dev/shm (docker run --shm-size=...)"
+    if not config.rollout.takes_turns and not any(gpus_each(config, [situation.host])):  # NCCL may not be possible
+        fix += ", or set weights.transport=collective"
     if base != Path("/dev/shm"):
         yield unsure("shared memory", f"/dev/shm cannot be written; weights would go through {base}", fix)
     left = [path for path in base.glob("areal_rloo-*") if path.is_dir()]
@@ -145,13 +150,23 @@ def check_shared_memory(situation: Situation) -> Iterator[Finding]:
         enough = usage.free >= _LEAST_SHARED_BYTES
         yield ok("shared memory", what) if enough else unsure("shared memory", what, fix)
         return
-    one = parameters * number_bytes(config)
+    one, files = parameters * number_bytes(config), _files_of_servers(situation, parameters)
     if usage.free < 2 * one:
         yield wrong("shared memory", f"{what}; two versions of the weights take {size(2 * one)}", fix)
-    elif usage.free < _NUM_SEGMENTS * one:
-        yield unsure("shared memory", f"{what}; with a slow worker the weights take {size(_NUM_SEGMENTS * one)}", fix)
+    elif usage.free < (most := _NUM_SEGMENTS * one + files):
+        yield unsure(
+            "shared memory", f"{what}; with a slow worker and files of servers the weights take {size(most)}", fix
+        )
     else:
-        yield ok("shared memory", f"{what}; the weights take {size(_NUM_SEGMENTS * one)} at most")
+        yield ok("shared memory", f"{what}; the weights take {size(most)} at most")
+
+
+def _files_of_servers(situation: Situation, parameters: int) -> float:
+    """Return the bytes of the files through which servers on GPUs get the weights; 0 if the run cannot be planned."""
+    try:
+        return host_memory(situation, parameters).get("files of servers", 0.0)
+    except UserError:  # other checks report the error
+        return 0.0
 
 
 def existing(folder: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +11,9 @@ import msgspec
 
 from areal_rloo.config import Config, import_function
 from areal_rloo.engines.installed import find_api_key, find_python, package_of, remedy
-from areal_rloo.errors import ConfigError, DataError, ModelError, UserError, install
+from areal_rloo.errors import ConfigError, ModelError, UserError
 from areal_rloo.launcher.doctor.base import Finding, Situation, last_line, ok, refused, unsure, wrong
+from areal_rloo.launcher.doctor.hub import missing_datasets, model_paths
 from areal_rloo.launcher.placement import gpus_each
 from areal_rloo.models.folder import (
     INDEX,
@@ -24,7 +24,6 @@ from areal_rloo.models.folder import (
     check_policy_weights,
     check_targets,
     check_tokenizer,
-    hub_cache,
     linear_layers,
     num_parameters,
     read_config,
@@ -36,7 +35,7 @@ from areal_rloo.models.trainable import check_shapes, check_trainable, tested
 from areal_rloo.rewards import check_rewards
 from areal_rloo.rewards.functions import is_async
 from areal_rloo.rollout.trial import try_own_episode
-from areal_rloo.tasks import check_data, hub_datasets
+from areal_rloo.tasks import check_data
 from areal_rloo.tasks.tools.sandbox import check_sandbox
 
 _IMPORT_S = 180.0
@@ -86,7 +85,7 @@ def _engine_has_gpus(situation: Situation) -> bool:
 
 def check_models(situation: Situation) -> Iterator[Finding]:
     """Check for complete, readable models of the policy and the reference, with a tokenizer."""
-    for key, path in model_paths(situation.config):
+    for key, path in model_paths(situation):
         if path == "tiny":
             yield from _check_tiny(key, situation.config)
             continue
@@ -170,7 +169,7 @@ def check_unlisted(situation: Situation) -> Iterator[Finding]:
 
 
 def _loaded(situation: Situation, *, unlisted_alone: bool) -> Iterator[Finding]:
-    for key, path in model_paths(situation.config):
+    for key, path in model_paths(situation):
         folder = Path(path) if Path(path).is_dir() else cached_folder(path, situation.environment)
         if path == "tiny" or folder is None:
             continue
@@ -181,7 +180,7 @@ def _loaded(situation: Situation, *, unlisted_alone: bool) -> Iterator[Finding]:
             if has_weights := any((folder / name).is_file() for name in (INDEX, SINGLE)):
                 check_policy_weights(key, folder)
         except ModelError:
-            continue  # `check_models` and `check_hub_models` report the error
+            continue  # `check_models` and `check_hub` report the error
         try:
             more = ["weights"] * has_weights + ["tokens"] * (key == "model.path")
             _check_copy(key, folder, situation.config.context_tokens, more)
@@ -198,38 +197,6 @@ def _check_copy(key: str, folder: Path, context_tokens: int, more: Sequence[str]
     same, words = last_line(command, timeout_s=_IMPORT_S)
     if not same:
         raise ModelError(f"{key}: {words.removeprefix('model.path: ')}")
-
-
-def check_hub_models(situation: Situation) -> Iterator[Finding]:
-    """Check each model of the hub: downloaded and complete, or allowed to be downloaded. `check_models` may refuse."""
-    for key, path in model_paths(situation.config):
-        if path == "tiny" or Path(path).exists():
-            continue
-        cached = cached_folder(path, situation.environment)
-        download = f"run `hf download {path}` where the hub can be reached"
-        missing = f"not in {hub_cache(situation.environment)}" if cached is None else missing_files(cached)
-        if cached is not None and not missing:
-            yield _complete(key, path, cached)
-        elif variable := offline_variable(situation):
-            what, fix = f"{path}: {missing}, and {variable} is set", f"unset {variable}, or {download}"
-            yield wrong(key, what, fix, ModelError, absent=True)
-        else:
-            yield unsure(key, f"{path}: {missing}; every host will download the model at the start", download)
-
-
-def _complete(key: str, path: str, folder: Path) -> Finding:
-    try:
-        return ok(key, f"{path}: downloaded, {num_parameters(folder):,} parameters")
-    except ModelError as error:
-        return refused(key, error, fix="download the model again")
-
-
-def offline_variable(situation: Situation) -> str | None:
-    """Give the name of a variable that forbids downloads from the hub, or None."""
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        if situation.environment.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
-            return name
-    return None
 
 
 def check_functions(situation: Situation) -> Iterator[Finding]:
@@ -286,7 +253,9 @@ def check_data_files(situation: Situation) -> Iterator[Finding]:
 
             for items in looked.values():
                 check_agent(agent, items)
-        yield ok("data", "files, tasks and rewards are in order")
+        absent = dict.fromkeys(key for key, _ in missing_datasets(situation))  # `check_hub` looks for these
+        what = "tasks and rewards are in order" if absent else "files, tasks and rewards are in order"
+        yield ok("data", f"{what}; not here yet: {', '.join(absent)}" if absent else what)
     except UserError as error:
         key, colon, _ = str(error).partition(": ")
         name = key if colon and key.startswith(("data", "rollout")) else "data"
@@ -303,42 +272,6 @@ def check_tool_sandbox(situation: Situation) -> Iterator[Finding]:
         yield ok("sandbox", "the sandbox works")
     except UserError as error:
         yield refused("sandbox", error, fix="run on Linux 5.13 or later, or take python out of rollout.episode.tools")
-
-
-def model_paths(config: Config) -> Iterator[tuple[str, str]]:
-    """Give key and path of each model of a run, except models of rewards."""
-    yield "model.path", config.model.path
-    reference = config.model.reference
-    if reference is not None and reference.path != "initial":
-        yield "model.reference.path", reference.path
-
-
-def check_hub_datasets(situation: Situation) -> Iterator[Finding]:
-    """Check for the library that reads datasets of the hub, and for a permission to download them."""
-    for key, name in missing_datasets(situation):
-        if importlib.util.find_spec("datasets") is None:
-            what = f"null means the hub ({name}), which needs the `datasets` library"
-            fix = f"set {key} to a local file, or {install('data')}"
-            yield wrong(key, what, fix, DataError, absent=True)
-        elif variable := offline_variable(situation):
-            what = f"{name} is not downloaded, and {variable} is set"
-            yield wrong(key, what, f"unset {variable}, or set {key} to a local file", DataError, absent=True)
-
-
-def missing_datasets(situation: Situation) -> Iterator[tuple[str, str]]:
-    """Give key and name of each dataset of the hub that is not in the cache of earlier downloads."""
-    environment = situation.environment
-    home = environment.get("HF_HOME") or f"{environment.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
-    cache = Path(environment.get("HF_DATASETS_CACHE") or f"{home}/datasets").expanduser()
-    data = situation.config.data
-    try:
-        named = list(hub_datasets(data))
-    except UserError:
-        return  # `check_data_files` reports the error
-    for key, name in named:
-        path = name.partition(":")[0]
-        if not (cache / path.replace("/", "___")).is_dir():
-            yield key, path
 
 
 def policy_parameters(situation: Situation) -> int | None:

@@ -87,23 +87,27 @@ def check_cores(situation: Situation) -> Iterator[Finding]:
 
 def check_memory(situation: Situation) -> Iterator[Finding]:
     """Compare the memory, within the container's limit, with the parts of a run in the memory of the host."""
-    total, available = memory()
+    most = situation.config.launcher.memory_per_host
+    total, available = (min(each, most or each) for each in memory())
+    what = f"{size(available)} of {size(total)} free"
+    if situation.describes_gpus:
+        total = available = situation.host.memory_bytes
+        what = f"{size(total)} described" if total else "unknown for hosts as described (launcher.memory_per_host)"
     swap = psutil.swap_memory().used
     if swap > _MUCH_SWAP_BYTES:
         yield unsure("swap", f"{size(swap)} in use: a process that touches it is very slow", "end other processes")
-    what = f"{size(available)} of {size(total)} free"
     parameters = policy_parameters(situation)
     if parameters is None:
         yield ok("memory", what)
         return
     try:
-        parts = _host_memory(situation, parameters)
+        parts = host_memory(situation, parameters)
     except UserError:  # other checks report the error
         yield ok("memory", what)
         return
     needed = sum(parts.values())
     what += f"; {_in_words(parts)}"
-    if needed <= available:
+    if needed <= available or not total:
         yield ok("memory", what)
     else:
         fix = "take a larger host or a smaller model, raise learner.num_ranks over more hosts, or see docs/learner.md"
@@ -117,8 +121,7 @@ def check_plan(situation: Situation) -> Iterator[Finding]:
     hosts, model = situation.hosts, model_sizes(situation.config, situation.environment)
     what, semicolon, fix = gpu_need(situation.config, hosts, model).partition("; ")
     if semicolon:
-        refuses = "cuda" in (situation.config.learner.device, situation.config.rollout.device)
-        yield wrong_or_unsure("plan", what, fix, is_wrong=refuses)
+        yield wrong("plan", what, fix)
         return
     try:
         config = resolved(situation.config, hosts, model)
@@ -126,14 +129,14 @@ def check_plan(situation: Situation) -> Iterator[Finding]:
     except UserError as error:
         yield refused("plan", error, fix="change the config, or take other hosts")
         return
-    what, semicolon, fix = few_words(config, hosts, model).partition("; ")
+    what, semicolon, fix = few_words(situation.config, hosts, model).partition("; ")
     if semicolon:
         yield unsure("plan", what, fix)
     else:
         yield ok("plan", memory_words(config, hosts, model))
 
 
-def _host_memory(situation: Situation, parameters: int) -> dict[str, float]:
+def host_memory(situation: Situation, parameters: int) -> dict[str, float]:
     """Estimate the bytes of a run on a host, by part; raises UserError if the run cannot be planned."""
     hosts, model = situation.hosts, model_sizes(situation.config, situation.environment)
     config = planned(situation.config, hosts, model)
@@ -146,12 +149,18 @@ def _in_words(parts: Mapping[str, float]) -> str:
 
 
 def lacking_memory(situation: Situation, placement: Placement) -> str:
-    """Say in words that the hosts of a plan have too little memory, or nothing; the situation has the plan's config."""
+    """Say that the hosts of a plan have too little memory, or unknown memory; empty if they have enough.
+
+    The situation has the plan's config.
+    """
     parameters, known = policy_parameters(situation), [host.memory_bytes for host in placement.used_hosts]
-    if parameters is None or not all(known):
+    if parameters is None:
         return ""
     model = model_sizes(situation.config, situation.environment)
     parts = host_parts(situation.config, placement, model, parameters)
+    if not all(known):
+        words = "unknown (launcher.memory_per_host describes it)"
+        return f"host memory: {words}; {_in_words(parts)}; a start would be refused with less"
     if sum(parts.values()) <= min(known):
         return ""
     return (

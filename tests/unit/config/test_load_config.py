@@ -197,7 +197,7 @@ def test_an_unknown_preset_is_refused_with_all_presets(tmp_path: Path) -> None:
             "learner.optimizer.betas.1: expected a finite number; the value is .nan",
         ),
         ("learner.optimizer.betas=[1.5,0.9]", "learner.optimizer.betas.0: expected `float` < 1.0".replace("`", "")),
-        ("algorithm.preset=[1]", "algorithm.preset: expected str, got array; the value is [1]"),
+        ("algorithm.preset=[1]", "algorithm.preset: expected str, got a list; the value is [1]"),
         ("algorithm.rewards.clip=[1,0]", "algorithm.rewards.clip: expected [lowest, highest] in this order"),
         ("algorithm.rewards.overlong_tokens=97", "expected at most rollout.sampling.max_new_tokens=96, got 97"),
         ("algorithm.kl.adaptive={}", "algorithm.kl.coefficient: expected more than 0 with algorithm.kl.adaptive"),

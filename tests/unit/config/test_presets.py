@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.train_steps import masks_of
 from torch import Tensor
 
 from areal_rloo.config import PRESETS, Config, load_config
@@ -41,7 +42,7 @@ def _advantages(
     config = config or load_config("quickstart.yaml", overrides)
     return compute_advantages(
         Samples(trajectories),
-        masks or [torch.ones(len(t.completion.tokens), dtype=torch.bool) for t in trajectories],
+        masks_of(masks or [torch.ones(len(t.completion.tokens), dtype=torch.bool) for t in trajectories]),
         reference or (),
         config=config,
         kl_coefficient=config.algorithm.kl.coefficient,

@@ -85,7 +85,7 @@ def test_a_larger_model_than_the_gpus_hold_gets_no_false_advice() -> None:
 
 def test_place_alone_names_the_missing_gpus_without_advice() -> None:
     config = load_config("quickstart.yaml", ["learner.num_ranks=3"])
-    with pytest.raises(TooFewError, match=r"this machine has 2, 2 too few$"):
+    with pytest.raises(TooFewError, match=r"the host has 2, 2 too few$"):
         place(config, _hosts(2, 80))
 
 

@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 
 from areal_rloo.config import load_config
 from areal_rloo.errors import UserError
-from areal_rloo.launcher import local
+from areal_rloo.launcher import local, start
 from areal_rloo.launcher.fit import memory_words, model_sizes
 from areal_rloo.launcher.start import check, parse
 
@@ -61,17 +63,38 @@ def test_a_dry_run_says_first_which_gpu_is_missing_or_described(
     monkeypatch.chdir(tmp_path)
     arguments = ["--config", "gsm8k_rloo.yaml", "rollout.sglang.python=/nowhere/python"]
     assert local.main([*arguments, "--dry-run"]) == 0
-    assert re.match(r"no GPU on \S+: rollout\.engine=sglang needs one GPU of 40 GB", capsys.readouterr().err)
+    assert re.match(
+        r"no GPU on \S+: rollout\.engine=sglang needs one GPU of 40 GB or more, better one GPU of 48 GB",
+        capsys.readouterr().err,
+    )
     assert local.main([*arguments, "launcher.memory_per_gpu=48GB", "--dry-run"]) == 0
     shown = capsys.readouterr()
-    assert shown.err.startswith("GPUs described, not found: 1 of 44.7 GiB; ")
+    assert shown.err.startswith("GPUs described, not found: 1 of 44.7 GiB (48 GB); ")
     assert "no GPU" not in shown.err
-    assert "of a GPU's 44.7 GiB; learner and engine share the devices side by side; an engine has about" in shown.out
+    assert (
+        "fits into a GPU's 44.7 GiB (48 GB); learner and engine share the devices side by side; an engine has about"
+        in shown.out
+    )
     with pytest.raises(UserError, match=r"launcher\.memory_per_gpu: expected a GPU on"):
         local.main([*arguments, "launcher.memory_per_gpu=48GB"])
     with pytest.raises(UserError, match=r"no GPU on .*; besides, rollout\.sglang\.python: .* found none at \S+$"):
         local.main(arguments)
+    with pytest.raises(UserError, match=r"no GPU on .*; with launcher\.memory_per_gpu=48GB a dry run shows the plan"):
+        local.main([*arguments, "learner.device=cuda", "--dry-run"])
     assert capsys.readouterr().err == ""
+
+
+def test_a_start_without_the_gpu_that_a_config_needs_is_refused_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Whether the server is here or not: data, network and memory would be mended in vain."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(start, "check_server", lambda situation: ())
+    with pytest.raises(UserError, match=r"^no GPU on \S+: rollout\.engine=sglang needs .*, or set rollout\.device=cpu"):
+        local.main(["--config", "gsm8k_rloo.yaml"])
+    assert capsys.readouterr().err == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dry_run_says_that_a_host_has_too_little_memory(
@@ -84,6 +107,20 @@ def test_a_dry_run_says_that_a_host_has_too_little_memory(
     assert re.search(words, capsys.readouterr().err)
     assert local.main([*arguments, "launcher.memory_per_host=64GB"]) == 0
     assert "host memory" not in capsys.readouterr().err
+    assert local.main(arguments) == 0
+    assert re.search(r"host memory: unknown \(.*\); a run takes about \S+ GiB: ", capsys.readouterr().err)
+
+
+def test_a_local_dry_run_says_that_several_hosts_would_be_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--config", "quickstart.yaml", "launcher.num_hosts=2"]
+    assert local.main([*arguments, "--dry-run"]) == 0
+    words = "launcher.num_hosts: expected 1 with the local launcher, got 2"
+    assert f"a start would be refused: {words}" in capsys.readouterr().err
+    with pytest.raises(UserError, match=words):
+        local.main(arguments)
 
 
 def test_a_model_that_is_not_here_needs_only_its_config_json(tmp_path: Path) -> None:
@@ -111,7 +148,7 @@ def test_a_dry_run_plans_for_a_folder_with_config_json_alone(
     arguments = ["--config", "gsm8k_rloo.yaml", "model.path=model", "rollout.engine=embedded"]
     assert local.main([*arguments, "launcher.memory_per_gpu=24GB", "--dry-run"]) == 0
     shown = capsys.readouterr()
-    assert "of a GPU's 22.4 GiB" in shown.out
+    assert "fits into a GPU's 22.4 GiB" in shown.out
     assert "not installed here: model.path: model: no model.safetensors in it" in shown.err
     with pytest.raises(UserError, match=r"model\.path: model: no model\.safetensors in it"):
         local.main(arguments)
@@ -126,7 +163,7 @@ def test_a_dry_run_plans_for_more_gpus_than_are_here(
     described = ["launcher.memory_per_gpu=24GB", "launcher.gpus_per_host=3"]
     assert local.main(["--config", "gsm8k_rloo.yaml", f"rollout.engine={engine}", *described, "--dry-run"]) == 0
     shown = capsys.readouterr()
-    assert shown.err.startswith("GPUs described, not found: 3 of 22.4 GiB; ")
+    assert shown.err.startswith("GPUs described, not found: 3 of 22.4 GiB (24 GB); ")
     assert "3 of 3 GPUs" in shown.out
 
 
@@ -175,3 +212,22 @@ def test_a_dry_run_refuses_a_mistake_of_the_user() -> None:
     options = parse("local", ["--config", "quickstart.yaml", "model.path=/no/such/folder", "--dry-run"])
     with pytest.raises(UserError, match=r"model\.path: /no/such/folder: no such folder"):
         check(options.config, dry_run=True)
+
+
+def test_a_dry_run_says_that_processes_wait_for_cores(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for workers, says in ((3, True), (1, False)):
+        options = ["launcher.cores_per_host=2", f"rollout.num_workers={workers}"]
+        assert local.main(["--config", "quickstart.yaml", *options, "--dry-run"]) == 0
+        assert ("4 processes compute on 2 cores of" in capsys.readouterr().err) == says
+
+
+def test_a_python_without_the_packages_is_named_in_a_line() -> None:
+    """Without `site`, the packages of the environment are not there."""
+    command = [sys.executable, "-S", "-m", "areal_rloo.launcher.local", "--config", "quickstart.yaml"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert "lacks the packages of areal_rloo; use .venv/bin/python" in ended.stderr

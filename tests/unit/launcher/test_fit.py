@@ -72,7 +72,9 @@ def test_a_large_model_learns_on_as_many_gpus_as_it_needs() -> None:
     assert (found.learner.num_ranks, found.rollout.num_workers) == (4, 4)
     found = resolved(_config(), _hosts(3, 24), SMALL)
     assert (found.learner.num_ranks, found.rollout.num_workers) == (2, 1)
-    with pytest.raises(PreflightError, match=r"a rank needs about .* and a GPU has 22\.4; .*learner\.offload"):
+    with pytest.raises(
+        PreflightError, match=r"a rank needs about .*; a GPU has 22\.4 GiB \(24 GB\); .*learner\.offload"
+    ):
         resolved(_config(), _hosts(4, 24), LARGE)
 
 
@@ -172,7 +174,7 @@ def test_one_gpu_is_shared_by_learner_and_engine(engine: str) -> None:
     assert {spec.environment["CUDA_VISIBLE_DEVICES"] for spec in plan.processes} == {"0"}
     assert "2 processes, 1 of 1 GPUs" in as_table(plan, placement)
     words = memory_words(config, hosts, SMALL)
-    assert "of a GPU's 74.5 GiB; learner and engine share the devices side by side; an engine has about" in words
+    assert "a GPU's 74.5 GiB (80 GB); learner and engine share the devices side by side; an engine has about" in words
 
 
 def test_the_users_own_split_of_a_shared_gpu_is_kept() -> None:
@@ -209,7 +211,9 @@ def test_gpus_that_cannot_be_shared_are_refused() -> None:
     assert resolved(_config("weights.transport=auto"), _hosts(1, 80), SMALL).rollout.shares
     with pytest.raises(PreflightError, match="the plan needs 3 GPUs"):
         resolved(_config("rollout.num_workers=2"), _hosts(1, 80), SMALL)
-    with pytest.raises(PreflightError, match=r"a GPU has 22\.4, \S+ of them for the engine; set learner\.offload="):
+    with pytest.raises(
+        PreflightError, match=r"beside it \S+ GiB; a GPU has 22\.4 GiB \(24 GB\); set learner\.offload="
+    ):
         resolved(_config(), _hosts(1, 24), SMALL)
 
 
@@ -295,7 +299,10 @@ def test_turns_that_are_not_possible_are_refused() -> None:
         words = rf"never with {devices[1]} GPUs for each learner rank and {devices[2]} for each worker, got in_turns"
         with pytest.raises(PreflightError, match=words):
             resolved(_config(*in_turns, devices[0]), _hosts(1, 80), SMALL)
-    with pytest.raises(PreflightError, match=r"a rank needs about .* a GPU has 22\.4, .* of them for the engine; set"):
+    with pytest.raises(
+        PreflightError,
+        match=r"a rank needs about .* and the engine beside it \S+ GiB; a GPU has 22\.4 GiB \(24 GB\); set",
+    ):
         resolved(_config(*in_turns), _hosts(1, 24), SMALL)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from areal_rloo.launcher.plan import ProcessSpec
 from areal_rloo.launcher.processes import LocalStarter
 starter = LocalStarter(float(sys.argv[3]))
-spec = ProcessSpec(name="one", role="test", host="here", device="cpu", gpu_ids=(), num_threads=1, memory_bytes=0,
+spec = ProcessSpec(name="one", role="test", host="here", device="cpu", gpu_ids=(), num_threads=1,
                    environment={}, command=(sys.executable, "-c", sys.argv[2]))
 out = Path(sys.argv[1]) / "one.out"
 process = starter.start(spec, out)

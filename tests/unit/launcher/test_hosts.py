@@ -98,7 +98,9 @@ def test_a_dry_run_shows_described_gpus_and_a_start_refuses_them(monkeypatch: py
     one = LauncherConfig(memory_per_gpu=24 * 2**30, cores_per_host=300, memory_per_host=2**50)
     shown, words = host_to_show(one)
     assert (shown.gpu_ids, shown.gpu_bytes, shown.num_cores, shown.memory_bytes) == (("0",), 24 * 2**30, 300, 2**50)
-    assert re.search(r"GPUs described, not found: 1 of 24\.0 GiB; \S+ has 0, so a start here is refused", words)
+    assert re.search(
+        r"GPUs described, not found: 1 of 24\.0 GiB \(26 GB\); \S+ has 0, so a start here is refused", words
+    )
     with pytest.raises(PreflightError, match=r"launcher\.memory_per_gpu: expected a GPU on .*, which has none"):
         real_host(one)
     several = LauncherConfig(gpus_per_host=8)

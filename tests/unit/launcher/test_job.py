@@ -1,5 +1,6 @@
 """The exit code and the words of a run whose warm start dies, with a scripted process in place of the warm start."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from areal_rloo.launcher.job import Job, Signals
 from areal_rloo.launcher.placement import Host, place, with_counts
 from areal_rloo.launcher.plan import JobRequest, ProcessSpec, wire_address
 from areal_rloo.launcher.supervisor import Handle
-from areal_rloo.telemetry.metrics import RecordTail
+from areal_rloo.learner.stretches import begin_stretch
+from areal_rloo.telemetry.metrics import MetricsFile, RecordTail
+from areal_rloo.telemetry.records import EvalRecord, TrainRecord
 
 
 class _Ended:
@@ -93,4 +96,23 @@ def test_a_long_wait_for_a_batch_is_shown(tmp_path: Path, capfd: pytest.CaptureF
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "learner.log").write_text(f"2026-01-02T03:04:05.006Z WARNING learner service: {words}\n")
     job._look_around(RecordTail(tmp_path / "metrics.jsonl"))
-    assert f"{words} (logs/learner.log)\n" in capfd.readouterr().err
+    assert f"{words} ({tmp_path / 'logs' / 'learner.log'})\n" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("num_prompts", "shown"), [(200, "eval 0.625@v4"), (8, "eval -")])
+def test_a_resume_recalls_accuracies_of_the_same_set(
+    tmp_path: Path,
+    make_train_record: Callable[..., TrainRecord],
+    eval_record: EvalRecord,
+    num_prompts: int,
+    shown: str,
+) -> None:
+    begin_stretch(tmp_path, load_config("quickstart.yaml", [f"data.eval.num_prompts={num_prompts}"]), 0)
+    (tmp_path / "checkpoints" / "step-000004").mkdir(parents=True)
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for record in (make_train_record(policy_version=4), eval_record):
+        file.append(record)
+    file.close()
+    job = _job(tmp_path, 0, "")
+    job._look_around(RecordTail(tmp_path / "metrics.jsonl"), shows=False)
+    assert shown in job._progress.line()

@@ -81,7 +81,7 @@ def test_a_worker_of_an_external_server_takes_no_gpu() -> None:
 
 
 def test_too_few_gpus_are_an_error_with_the_missing_number() -> None:
-    with pytest.raises(PreflightError, match=r"needs 5 GPUs.*tensor_parallel=2.*this machine has 4, 1 too few"):
+    with pytest.raises(PreflightError, match=r"needs 5 GPUs.*tensor_parallel=2.*the host has 4, 1 too few"):
         planned(
             *("rollout.num_workers=2", SGLANG, "rollout.tensor_parallel=2", "rollout.device=cuda"),
             "learner.device=cuda",
@@ -100,7 +100,6 @@ def test_each_learner_rank_has_a_gpu_and_a_share_of_the_cores() -> None:
     assert [spec.name for spec in running(plan)] == ["learner", "learner-1", "learner-2", "rollout-0", "rollout-1"]
     assert visible(plan) == ["0", "1", "2", "3", "4"]
     assert {spec.num_threads for spec in running(plan)} == {16 // 5}
-    assert {spec.memory_bytes for spec in running(plan)} == {64 * 2**30 // 5}
     assert all(f"--rank={rank}" in spec.command for rank, spec in enumerate(plan.learner))
     assert len({argument for spec in plan.learner for argument in spec.command if "--meeting" in argument}) == 1
     assert all(spec.max_restarts == 0 for spec in plan.learner), "none of them can begin anew alone"
@@ -189,7 +188,7 @@ def test_table_and_json_show_every_process_and_host() -> None:
     shown = json.loads(as_json(plan, placement))
     assert [process["name"] for process in shown["processes"]] == [spec.name for spec in plan.processes]
     assert all(process["name"] in table for process in shown["processes"])
-    keys = {"role", "host", "gpu_ids", "num_threads", "memory_bytes", "environment", "command", "max_restarts"}
+    keys = {"role", "host", "gpu_ids", "num_threads", "environment", "command", "max_restarts"}
     assert keys <= shown["processes"][0].keys()
     assert shown["max_learner_restarts"] == config.launcher.max_learner_restarts
 

@@ -15,6 +15,7 @@ from areal_rloo.config import Config, load_config
 from areal_rloo.engines.kinds import kind_of
 from areal_rloo.engines.server.api import ServerPlan
 from areal_rloo.errors import PreflightError
+from areal_rloo.launcher.engine_memory import given_cache
 from areal_rloo.launcher.fit import memory_words, model_sizes, resolved
 from areal_rloo.launcher.placement import Host
 from areal_rloo.learner.memory import GIB, OVERHEAD_BYTES, STANDING, estimate
@@ -155,3 +156,24 @@ def test_the_users_own_options_for_the_cache_win(engine: str, given: str, expect
     config, _, _ = _resolved("gsm8k_rloo", engine, 80, f"rollout.{engine}.arguments={{{given}}}")
     assert config.rollout.server is not None
     assert config.rollout.server.arguments == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "num_bytes"),
+    [("8000000000", 8e9), ("8g", 8e9), ("8G", 8 * GIB), ("0.5t", 5e11), ("64K", 65536)],
+)
+def test_a_size_with_a_suffix_counts_as_vllm_reads_it(written: str, num_bytes: float) -> None:
+    assert _given_cache("vllm", f"kv-cache-memory-bytes: {written}") == num_bytes
+
+
+@pytest.mark.parametrize(("written", "same"), [("10k", "10000"), ("8Ki", "8192"), ("0.5M", "500000")])
+def test_a_number_with_a_suffix_counts_as_sglang_reads_it(written: str, same: str) -> None:
+    assert _given_cache("sglang", f"max-total-tokens: {written}") == _given_cache("sglang", f"max-total-tokens: {same}")
+
+
+def _given_cache(engine: str, arguments: str) -> float | None:
+    options = [f"rollout.engine={engine}", f"rollout.{engine}.arguments={{{arguments}}}"]
+    config = load_config("gsm8k_rloo.yaml", options)
+    model = model_sizes(config, {})
+    assert model is not None
+    return given_cache(config, model, 80 * GIB)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -65,8 +66,8 @@ def starter() -> Refusing:
 def make_supervisor(starter: Refusing, tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
     made: list[Supervisor] = []
 
-    def make(*, goodbye_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> Supervisor:
-        made.append(Supervisor(starter, tmp_path / "logs", goodbye_s=goodbye_s, clock=clock))
+    def make(*, goodbye_s: float = 0.0, **options: Any) -> Supervisor:
+        made.append(Supervisor(starter, tmp_path / "logs", goodbye_s=goodbye_s, **options))
         return made[-1]
 
     yield make
@@ -119,6 +120,21 @@ def test_a_failed_process_is_restarted_max_restarts_times(supervisor: Supervisor
     eventually(lambda: not supervisor.tend("one"), "it was not given up")
     assert (_num_starts(tmp_path), supervisor.exit_code("one")) == (2, 1)
     assert not supervisor.tend("one"), "and not once more later"
+
+
+def test_each_end_is_told_with_its_last_words_and_its_logs(
+    make_supervisor: Callable[..., Supervisor], tmp_path: Path
+) -> None:
+    said: list[str] = []
+    supervisor = make_supervisor(say=said.append)
+    program = "import sys; print('MemoryError: no memory'); sys.exit(1)"
+    supervisor.start(make_spec(sys.executable, "-c", program, max_restarts=1))
+    eventually(lambda: not supervisor.tend("one"), "it was not given up")
+    more = f"({tmp_path / 'logs' / 'one'}.out and .log say more). MemoryError: no memory"
+    assert said == [
+        f"one ended with code 1; restart in 0.0 s {more}",
+        f"one ended with code 1; no restart is left (launcher.max_restarts) {more}",
+    ]
 
 
 def test_a_restart_that_fails_is_repeated_and_said_once(
@@ -190,6 +206,25 @@ def test_nothing_is_said_of_a_worker_that_said_goodbye(
     eventually(lambda: supervisor.exit_code("one") is not None, "it did not end")
     assert supervisor.tend("one")
     assert not any("ended" in line for line in logged)
+
+
+def test_a_worker_that_said_goodbye_is_given_up_later(
+    make_supervisor: Callable[..., Supervisor], tmp_path: Path
+) -> None:
+    """At the end of a run, the learner ends soon after its workers."""
+    passed_s = 0.0
+    said: list[str] = []
+    supervisor = make_supervisor(goodbye_s=50.0, clock=lambda: passed_s, say=said.append)
+    supervisor.start(_ends(tmp_path, 0, 1, max_restarts=0))
+    eventually(lambda: supervisor.exit_code("one") is not None, "it did not end")
+    assert supervisor.tend("one")
+    passed_s = 49.0
+    assert supervisor.tend("one")
+    assert said == []
+    passed_s = 51.0
+    assert not supervisor.tend("one")
+    assert not supervisor.tend("one")
+    assert [line.partition(" (")[0] for line in said] == ["one ended with code 0; no restart is left"], "once"
 
 
 def test_last_words_of_an_unreadable_output_are_empty(supervisor: Supervisor, tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def test_a_value_without_a_meaning_is_refused_by_a_dry_run(
 ) -> None:
     line = refused(["--config", "quickstart.yaml", "--dry-run", *overrides.split(" & ")], monkeypatch, capfd)
     assert words in line
+    assert "hunter2" not in line
 
 
 @pytest.mark.parametrize(("text", "words"), FILES)

@@ -7,18 +7,22 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from support.checkpoints import checkpoint_state
 from support.requests_to_serve import learner_logprobs, mixed_requests, request, results, serving
 from support.train_steps import ragged_groups, step_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from areal_rloo.config import LoraConfig, load_config
+from areal_rloo.engines.base import UNKNOWN
 from areal_rloo.errors import EngineError, ModelError
 from areal_rloo.learner import adapters
 from areal_rloo.learner.adapters import lost_share, merge, named_weights, rounding, write_adapters
 from areal_rloo.learner.building import build_rank
+from areal_rloo.learner.resuming import check_model
 from areal_rloo.learner.team import Team
 from areal_rloo.learner.train_step import TrainStep
+from areal_rloo.models.stored import merged, stored_parameters
 from areal_rloo.weights.manifest import empty_buckets, views
 
 pytest.importorskip("peft", reason="the extra peft is not installed")
@@ -82,6 +86,55 @@ def test_merged_weights_equal_the_model_with_adapters(tiny_folders: dict[str, Pa
     torch.testing.assert_close(plain(ids).logits, causal(ids).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_the_embedded_engine_gets_the_adapters_alone(tiny_folders: dict[str, Path]) -> None:
+    team = _changed(_team(tiny_folders["qwen2"]), 0.05)
+    published, whole = _published(team), team.whole_weights()
+    merge(whole)
+    assert published
+    assert not published.keys() & whole.keys()
+    assert team.own.manifest.total_bytes < 0.2 * team.own.apart_manifest.total_bytes
+    with (
+        serving(tiny_folders["qwen2"], lora=LORA) as engine,
+        pytest.raises(EngineError, match=r"unknown .*embed_tokens"),
+    ):
+        engine.load_weights(1, [*published.items(), *whole.items()]).result(timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needs_model"),
+    [
+        (("learner.lora={}",), True),
+        (("learner.lora={publish: merged}",), False),
+        (("learner.lora={}", "rollout.engine=sglang"), False),
+        (("learner.lora={publish: adapters}", "rollout.engine=sglang"), True),
+        ((), False),
+        (("algorithm.kl.coefficient=0.1",), True),
+        (("algorithm.kl.coefficient=0.1", "model.reference.refresh_every_n_versions=5"), False),
+        (("algorithm.kl.coefficient=0.1", "model.reference.path=another"), False),
+    ],
+)
+def test_a_resume_needs_the_first_model_where_its_files_count(
+    overrides: tuple[str, ...], needs_model: bool, tmp_path: Path
+) -> None:
+    """A checkpoint has the frozen weights, too, so the learner would differ from engines with other files."""
+    config, state = step_config(*overrides), checkpoint_state(1)
+    check_model(state, config, tmp_path, state.base)
+    if needs_model:
+        with pytest.raises(ModelError, match=rf"model\.path: {tmp_path} .* \(digest {state.base}, got 0123 "):
+            check_model(state, config, tmp_path, "0123")
+    else:
+        check_model(state, config, tmp_path, "0123")
+
+
+def test_no_token_comes_before_the_first_adapters(tiny_folders: dict[str, Path]) -> None:
+    """They come with the digest of the learner's model, so a worker with another model generates nothing."""
+    team = _changed(_team(tiny_folders["qwen2"]), 0.05)
+    with serving(tiny_folders["qwen2"], lora=LORA, policy_version=UNKNOWN) as engine:
+        (waiting,) = engine.submit([request("waits", min_version=0)])
+        engine.load_weights(0, _published(team).items()).result(timeout=60)
+        assert waiting.result(timeout=60).versions.tolist()[:1] == [0]
+
+
 def test_unknown_target_layers_are_refused_with_the_known_names(tiny_folders: dict[str, Path]) -> None:
     with pytest.raises(ModelError, match="got lm_head"):  # the head weight is used directly
         _team(tiny_folders["qwen2"], "learner.lora.targets=[q_proj, lm_head]")
@@ -122,7 +175,7 @@ def test_adapters_apart_lower_the_mismatch_of_a_bfloat16_engine(rounded_folder: 
     mismatch = {}
     for apart in (True, False):
         with serving(rounded_folder, dtype=torch.bfloat16, lora=LORA if apart else None) as engine:
-            engine.load_weights(1, list(named_weights(causal, apart=apart))).result(timeout=60)
+            engine.load_weights(1, list(named_weights(causal, "adapters" if apart else "merged"))).result(timeout=60)
             completions = results(engine.submit(requests))
         expected = np.concatenate(learner_logprobs(causal, requests, completions, torch.bfloat16))
         found = np.concatenate([completion.behaviour_logprobs for completion in completions])
@@ -163,6 +216,21 @@ def test_an_sglang_server_gets_merged_weights(tiny_folders: dict[str, Path]) -> 
     assert published.keys() == apart.keys()
     for name, weight in apart.items():
         torch.testing.assert_close(published[name], weight)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_worker_merges_adapters_as_the_learner_does(rounded_folder: Path, dtype: str) -> None:
+    sglang = ("rollout.engine=sglang", f"model.dtype={dtype}", "learner.lora.publish=adapters")
+    team = _changed(_team(rounded_folder, *sglang), 0.1)
+    stored = stored_parameters("model.path", rounded_folder)
+    got = dict(merged(stored, _published(team), getattr(torch, dtype)))
+    expected = _published(_changed(_team(rounded_folder, *sglang[:2]), 0.1))
+    assert got.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert got[name].dtype == weight.dtype
+        torch.testing.assert_close(got[name], weight, rtol=2**-8 if dtype == "bfloat16" else 1e-5, atol=1e-6)
+    with pytest.raises(EngineError, match="adapters do not fit the model: unknown"):
+        dict(merged({"lm_head.weight": stored["model.embed_tokens.weight"]}, _published(team), torch.float32))
 
 
 @pytest.mark.parametrize(("size", "least", "most"), [(1e-7, 0.9, 1.0), (1e-5, 0.1, 0.9), (1e-1, -0.01, 0.01)])

@@ -199,6 +199,24 @@ def test_a_damaged_checkpoint_is_skipped_for_the_previous(
             checkpoints.load_newest()
 
 
+def test_a_resume_says_its_step_the_damaged_file_and_the_lost_steps(
+    tmp_path: Path, tiny_folders: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for version in (15, 20):
+        save(checkpoints, tiny_folders["qwen2"], version)
+    checkpoints.load_newest()
+    assert [record for record in caplog.messages if record.startswith("resume: ")] == ["resume: from step 20"]
+    caplog.clear()
+    (tmp_path / "step-000020" / "model" / "model.safetensors").write_bytes(b"")
+    checkpoints.load_newest()
+    assert [record for record in caplog.messages if record.startswith("resume: ")] == [
+        "resume: from step 15 (steps lost: 5), because step-000020 is damaged: model/model.safetensors has another "
+        "checksum"
+    ]
+
+
 def test_rewriting_a_checkpoint_keeps_it_complete_at_all_times(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
     """A drain may follow a checkpoint of the same version. A kill between the two renames restores the first."""
     checkpoints = Checkpoints(tmp_path, keep=2)
@@ -269,7 +287,7 @@ def test_another_checkpoint_format_is_refused_with_a_remedy(tmp_path: Path, tiny
     (folder / "checksums.json").unlink()
     _seal(folder)
     with pytest.raises(
-        CheckpointError, match="format 2, this version reads 9; resume with the version that wrote the checkpoint"
+        CheckpointError, match="format 2, this version reads 10; resume with the version that wrote the checkpoint"
     ):
         Checkpoints(tmp_path, keep=2).load_newest()
 

@@ -1,19 +1,24 @@
 """Test the memory estimate against the tensors torch keeps, and the message when memory runs out."""
 
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from support.live_bytes import LiveBytes
-from support.train_steps import long_trajectory
-from transformers import LlamaConfig
+from support.one_rank import one_rank
+from support.train_steps import VERSION, long_trajectory, ragged_groups, step_config
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from areal_rloo.config import Config, load_config
+from areal_rloo.errors import ModelError, UserError
 from areal_rloo.learner import memory
 from areal_rloo.learner.building import build_rank
+from areal_rloo.learner.costs import OutOfMemoryError, _remedies
 from areal_rloo.learner.memory import activation_bytes, estimate
 from areal_rloo.learner.packing import Row, pack
 from areal_rloo.models import policy
@@ -123,7 +128,7 @@ def test_out_of_memory_names_the_estimate_and_the_remedies(tiny_folders: dict[st
     code = (
         "import resource, sys, torch; from pathlib import Path\n"
         "from areal_rloo.config import load_config\n"
-        "from areal_rloo.errors import UserError\n"
+        "from areal_rloo.errors import ModelError, UserError\n"
         "from support.one_rank import one_rank\n"
         "from support.train_steps import long_group\n"
         "torch.set_num_threads(1)\n"
@@ -137,8 +142,84 @@ def test_out_of_memory_names_the_estimate_and_the_remedies(tiny_folders: dict[st
     command = [sys.executable, "-c", code, str(tiny_folders["llama"])]
     ended = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("out of memory: a step with learner.microbatch_tokens=100000 needs about ")
-    assert "lower learner.microbatch_tokens=100000, set learner.gradient_checkpointing=true" in ended.stdout
+    assert ended.stdout.startswith("out of memory: a step with learner.microbatch_tokens=100000 did not fit; a step ")
+    assert "lower learner.microbatch_tokens=100000 (at least 97), set learner.gradient_checkpoint" in ended.stdout
+
+
+@pytest.mark.parametrize("before", ["nothing", "a step", "a checkpoint"])
+def test_only_memory_that_was_never_enough_is_a_users_mistake(
+    before: str, tiny_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a step of the run, memory may be missing for other reasons: the launcher restarts the learner."""
+    learner = one_rank(tiny_folders["llama"], step_config())
+    if before != "nothing":
+        learner.step(ragged_groups(0), policy_version=VERSION)
+    if before == "a checkpoint":
+        learner.team.own.save(tmp_path).result()
+        learner = one_rank(tiny_folders["llama"], step_config())
+        learner.team.own.load(tmp_path, num_optimizer_steps=1)
+    kind = UserError if before == "nothing" else OutOfMemoryError
+    monkeypatch.setattr(learner.team.own, "_proximal", _no_memory)
+    with pytest.raises(kind, match="out of memory: ") as raised:
+        learner.step(ragged_groups(0), policy_version=VERSION)
+    assert raised.value.exit_code == (2 if before == "nothing" else 1)
+    assert ("state_dtype=bfloat16" in str(raised.value)) == (before == "nothing"), "a checkpoint has the other dtype"
+
+
+@pytest.mark.parametrize(
+    ("state_dtype", "offload"), [("float32", "none"), ("bfloat16", "none"), ("float32", "optimizer")]
+)
+def test_the_first_train_step_has_the_moments_from_its_beginning(
+    state_dtype: str, offload: str, tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a config that never fits would fail in the second step, as a crash with restarts."""
+    config = step_config(f"learner.optimizer.state_dtype={state_dtype}", f"learner.offload={offload}")
+    learner = one_rank(tiny_folders["llama"], config)
+    rank = learner.team.own
+    monkeypatch.setattr(rank, "_proximal", _no_memory)
+    with pytest.raises(UserError):
+        learner.step(ragged_groups(0), policy_version=VERSION)
+    trained = [parameter for parameter in rank.policy.parameters() if parameter.requires_grad]
+    assert all({"exp_avg", "exp_avg_sq"} <= rank.optimizer.state[parameter].keys() for parameter in trained)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("rollout.share_devices=in_turns", "rollout.num_slots=1"),
+        ("learner.num_ranks=2", "learner.num_replicas=2"),
+        ("learner.microbatch_tokens=97", "learner.gradient_checkpointing=true"),
+        ("learner.lora={}", "learner.offload=parameters"),
+        ("learner.optimizer.betas=[0.9, 0.999]",),
+    ],
+)
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_each_option_named_when_memory_runs_out_is_allowed(overrides: Sequence[str], begun: bool, on_gpu: bool) -> None:
+    given = ["data.max_prompt_tokens=1", *overrides]
+    words = list(_remedies(step_config(*given), begun=begun, in_step=True, on_gpu=on_gpu))
+    assert words or not on_gpu
+    assert on_gpu or not any("num_ranks" in remedy for remedy in words), "on a CPU, ranks share the memory"
+    for remedy in words:
+        lowest = re.search(r"at least (\d+)", remedy)
+        options = [option.split("=") for option in re.findall(r"\S+=(?:\[.*?\]|[^\s,]+)", remedy)]
+        half = remedy.startswith("lower")
+        step_config(*given, *(f"{k}={lowest[1] if lowest else int(v) // 2 if half else v}" for k, v in options))
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_memory_that_the_model_itself_has_not_is_explained(
+    resumes: bool, tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", _no_memory)
+    kind = OutOfMemoryError if resumes else UserError
+    with pytest.raises(kind, match=r"out of memory: the model with its optimizer did not fit; a step needs .*; ") as e:
+        build_rank(step_config(), model_path=str(tiny_folders["llama"]), device=torch.device("cpu"), resumes=resumes)
+    assert not isinstance(e.value, ModelError)
+
+
+def _no_memory(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def _trajectory(group_id: int, index: int, *, versions: list[int], spans: tuple[
 
 def _batch(num_groups: int = 6) -> tuple[list[Group], Masks, Advantages]:
     """Groups of two samples at version 5; the second token of every first sample is past the bound."""
-    groups, masks, advantages = [], Masks([], [], 0, Counter()), Advantages([], {})
+    groups, masks, advantages = [], Masks([], [], torch.tensor([]), 0, Counter()), Advantages([], [], {})
     for group_id in range(num_groups):
         trajectories = (
             _trajectory(group_id, 0, versions=[3, 4, 5], spans=(1, 1, 1)),

@@ -1,14 +1,16 @@
 """The numbers of a batch and of a step in a record, against values by hand."""
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-from support.train_steps import ragged_groups, spied_step, step_config
+import torch
+from support.train_steps import VERSION, ragged_groups, spied_step, step_config
 
-from areal_rloo.learner.advantages import Masks
+from areal_rloo.learner.advantages import Masks, Samples, compute_advantages, loss_masks
 from areal_rloo.learner.reporting import batch_numbers
 from areal_rloo.telemetry.records import TrainRecord
 from areal_rloo.telemetry.words import Words
@@ -45,11 +47,32 @@ def test_a_trajectory_spans_if_several_versions_sampled_it() -> None:
 
 
 def test_token_shares_are_of_all_completion_tokens() -> None:
-    got = Masks([], stale_tokens=[15, 5], num_truncated=10, staleness_tokens=Counter({0: 35, 2: 35})).numbers()
+    got = Masks([], [15, 5], torch.tensor([]), 10, Counter({0: 35, 2: 35})).numbers()
     assert got["trained_tokens"] == 70
     assert (got["masked_token_share"], got["truncated_token_share"]) == (0.2, 0.1)
     assert (got["staleness_mean"], got["staleness_max"]) == (1.0, 2)
-    assert Masks([], [], 0, Counter()).numbers()["masked_token_share"] == 0.0
+    assert Masks([], [], torch.tensor([]), 0, Counter()).numbers()["masked_token_share"] == 0.0
+
+
+@pytest.mark.parametrize("overrides", [(), ("algorithm.preset=reinforce_plus_plus", "algorithm.kl.coefficient=0")])
+def test_advantage_numbers_are_those_of_the_tokens_in_the_loss(overrides: Sequence[str]) -> None:
+    config = step_config(*overrides, "algorithm.max_staleness=2")
+    samples = Samples([trajectory for group in ragged_groups() for trajectory in group.trajectories])
+    masks = loss_masks(samples, policy_version=VERSION, config=config.algorithm)
+    got = compute_advantages(samples, masks, [], config=config, kl_coefficient=0.0, stop_token_ids=frozenset())
+    one_by_one = [
+        value
+        for mask, values in zip(masks.of_tokens, got.of_tokens, strict=True)
+        for value, counts in zip(values.tolist(), mask.tolist(), strict=True)
+        if counts
+    ]
+    assert 0 < len(one_by_one) < sum(len(mask) for mask in masks.of_tokens)
+    assert got.numbers["advantage_mean"] == pytest.approx(np.mean(one_by_one), abs=1e-12)
+    assert got.numbers["advantage_std"] == pytest.approx(np.std(one_by_one))
+    assert got.numbers["advantage_abs_mean"] == pytest.approx(np.mean(np.abs(one_by_one)))
+    assert (got.numbers["advantage_min"], got.numbers["advantage_max"]) == (min(one_by_one), max(one_by_one))
+    assert masks.num_in_loss.tolist() == [int(mask.sum()) for mask in masks.of_tokens]
+    assert got.any_of_tokens == [bool(values.any()) for values in got.of_tokens]
 
 
 def test_batch_step_and_loop_give_each_field_of_a_record_once(tiny_folders: dict[str, Path]) -> None:

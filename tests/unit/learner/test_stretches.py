@@ -12,7 +12,7 @@ from areal_rloo.errors import CheckpointError
 from areal_rloo.launcher.placement import Host, Placement
 from areal_rloo.launcher.run_folder import choose_folder, resume_changes
 from areal_rloo.launcher.start import begin
-from areal_rloo.learner.stretches import begin_stretch, read_stretches
+from areal_rloo.learner.stretches import begin_stretch, evaluations_changed_at, read_stretches
 
 PLACEMENT = Placement((Host("here", "127.0.0.1", 2, (), 0),), (), ())
 
@@ -48,6 +48,20 @@ def test_each_stretch_keeps_its_config_from_its_first_step_on(tmp_path: Path) ->
     assert (one.version, one.config, one.changes) == (0, dump_config(first), [])
     assert (other.version, other.config) == (40, dump_config(second))
     assert [change.key for change in other.changes] == ["learner.groups_per_step", "launcher.max_restarts"]
+
+
+def test_evaluations_are_compared_since_the_change_of_their_set(tmp_path: Path) -> None:
+    first, other = config_with(), config_with("data.eval.num_prompts=8")
+    begin_stretch(tmp_path, first, 0)
+    begin_stretch(tmp_path, config_with("learner.groups_per_step=16"), 10)
+    assert evaluations_changed_at(tmp_path) == {"arithmetic": -1}
+    assert evaluations_changed_at(tmp_path, resumed=(20, other)) == {"arithmetic": 20}
+    begin_stretch(tmp_path, other, 20)
+    begin_stretch(tmp_path, config_with("data.eval=null"), 30)
+    assert evaluations_changed_at(tmp_path) == {"arithmetic": 20}
+    longer = config_with("data.eval.num_prompts=8", "evaluation.max_new_tokens=7")
+    assert evaluations_changed_at(tmp_path, resumed=(40, longer)) == {"arithmetic": 40}
+    assert evaluations_changed_at(tmp_path, resumed=(20, first)) == {"arithmetic": -1}, "steps after 20 are lost"
 
 
 def test_a_stretch_without_a_kept_step_is_forgotten(tmp_path: Path) -> None:

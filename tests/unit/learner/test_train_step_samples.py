@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.train_steps import (
     assert_same_gradient,
+    masks_of,
     ragged_groups,
     replaced,
     spied_step,
@@ -89,7 +90,7 @@ def _of_samples(trajectories: list[Trajectory], *overrides: str) -> dict[SampleI
     """Return the advantage of each sample."""
     advantages = compute_advantages(
         Samples(trajectories),
-        [torch.ones(len(t.completion.tokens), dtype=torch.bool) for t in trajectories],
+        masks_of([torch.ones(len(t.completion.tokens), dtype=torch.bool) for t in trajectories]),
         [],
         config=step_config(*overrides),
         kl_coefficient=0.0,

@@ -12,12 +12,13 @@ from support.families import save_family
 from support.requests_to_serve import mixed_requests, serving
 from support.situations import config
 
+from areal_rloo.config import TinyModelConfig
 from areal_rloo.engines.embedded.engine import EmbeddedEngine
 from areal_rloo.errors import ModelError
 from areal_rloo.launcher import start
 from areal_rloo.models import equality
 from areal_rloo.models.loading import load_policy
-from areal_rloo.models.tiny import make_tiny_tokenizer
+from areal_rloo.models.tiny import make_tiny_model, make_tiny_tokenizer, save_tiny_model
 
 
 @pytest.fixture
@@ -96,6 +97,14 @@ def test_a_start_refuses_files_that_a_process_could_not_use(name: str, folder: P
     change(folder)
     with pytest.raises(ModelError, match=f"^model.path: .*{words}"):
         start.check(config(f"model.path={folder}"))
+
+
+def test_a_missing_config_of_the_tokenizer_is_named(tmp_path: Path) -> None:
+    """Without it, the end of a sequence is a new token, which a small vocabulary has not."""
+    save_tiny_model(make_tiny_model(TinyModelConfig(num_layers=1)), tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(ModelError, match=r"a completion ends at token 258 .*; copy the missing tokenizer_config\.json"):
+        start.check(config(f"model.path={tmp_path}"))
 
 
 def test_a_start_takes_a_whole_model_and_a_dry_run_spares_the_seconds(

@@ -16,7 +16,7 @@ from areal_rloo.learner.adapters import named_weights
 from areal_rloo.learner.building import build_rank
 from areal_rloo.models.folder import check_weights, num_parameters, stored_tensors
 from areal_rloo.models.loading import load_policy
-from areal_rloo.models.stored import difference_of_shapes, read_parameters, stored_parameters
+from areal_rloo.models.stored import difference_of_shapes, digest_of_files, read_parameters, stored_parameters
 from areal_rloo.models.trainable import TRAINED_FAMILIES
 
 CPU = torch.device("cpu")
@@ -121,6 +121,36 @@ def test_a_missing_tensor_and_another_shape_are_refused(tmp_path: Path) -> None:
     save_file({**whole, "model.norm.weight": torch.zeros(3)}, file)
     with pytest.raises(ModelError, match=r"has model\.norm\.weight of shape \[3\], expected \[64\] by config\.json"):
         stored_parameters("model.path", tmp_path)
+
+
+def test_the_digest_is_of_the_weights_and_not_of_their_files(tmp_path: Path) -> None:
+    model = save_family("mistral", tmp_path / "whole")
+    expected = digest_of_files(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="200KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    assert digest_of_files(tmp_path / "shards") == expected
+    others = {expected}
+    for number, parameter in enumerate(model.parameters()):
+        before = parameter.detach().clone()
+        parameter.data[number % len(parameter)] += 1e-3  # any row
+        model.save_pretrained(tmp_path / "other")
+        others.add(digest_of_files(tmp_path / "other"))
+        parameter.data.copy_(before)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "other")
+    others.add(digest_of_files(tmp_path / "other"))
+    config = tmp_path / "whole" / "config.json"
+    config.write_text(config.read_text().replace('"rms_norm_eps": 1e-0', '"rms_norm_eps": 2e-0'))
+    others.add(digest_of_files(tmp_path / "whole"))
+    assert len(others) == 3 + len(list(model.parameters()))
+
+
+def test_a_file_that_changes_during_a_run_is_read_no_more(tmp_path: Path) -> None:
+    model = save_family("llama", tmp_path)
+    stored = stored_parameters("model.path", tmp_path)
+    assert dict(read_parameters(stored)).keys() == stored.keys()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"model\.safetensors has changed since this process read it first"):
+        next(read_parameters(stored))
 
 
 def test_the_first_difference_of_shapes_names_the_parameter() -> None:

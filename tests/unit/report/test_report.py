@@ -21,7 +21,7 @@ from support.measured_steps import measured_steps
 from areal_rloo.config import Config, dump_config, load_config
 from areal_rloo.errors import DataError
 from areal_rloo.learner.stretches import begin_stretch
-from areal_rloo.report import bottleneck_in, write_report
+from areal_rloo.report import result_in, write_report
 from areal_rloo.report.charts import Curve, line_chart, stacked_chart, ticks
 from areal_rloo.telemetry.metric import declared_metrics
 from areal_rloo.telemetry.metrics import MetricsFile
@@ -110,12 +110,36 @@ def test_the_page_names_the_bottleneck_of_the_run(tmp_path: Path, make_train_rec
     for record in measured_steps(make_train_record, [16] * 6, wait_s=1.5):
         file.append(record)
     file.close()
-    words = bottleneck_in(tmp_path)
-    assert words is not None
-    assert words.startswith(
-        "rollout-bound: the learner waits 50 %; a second worker on free cores or GPUs would raise throughput by about "
-    )
+    (words,) = result_in(tmp_path)
+    assert words.startswith("rollout-bound: the learner waits 50 %; a second worker, with more cores or another GPU, ")
     assert words in Page(write_report(tmp_path).read_text()).shown
+
+
+def test_the_result_of_a_run_is_the_first_and_the_last_accuracy(run_folder: Path, eval_record: EvalRecord) -> None:
+    (run_folder / "checkpoints" / "step-000009").mkdir(parents=True)
+    assert result_in(run_folder) == [], "a single evaluation is no result"
+    for name, version, accuracy in (("hard", 3, 0.25), (eval_record.name, 9, 0.75), ("hard", 9, 0.5)):
+        record = msgspec.structs.replace(eval_record, name=name, policy_version=version, accuracy=accuracy)
+        with (run_folder / "metrics.jsonl").open("ab") as file:
+            file.write(msgspec.json.encode(record) + b"\n")
+    first = f"accuracy {eval_record.accuracy:.3f} (version {eval_record.policy_version}) -> 0.750 (version 9)"
+    assert result_in(run_folder) == [
+        f"result: {eval_record.name} {first}",
+        "result: hard accuracy 0.250 (version 3) -> 0.500 (version 9)",
+    ]
+
+
+def test_the_result_has_no_lost_weights_and_no_other_set(run_folder: Path, eval_record: EvalRecord) -> None:
+    for version in (6, 8, 9):
+        record = msgspec.structs.replace(eval_record, policy_version=version, accuracy=0.1 * version)
+        with (run_folder / "metrics.jsonl").open("ab") as file:
+            file.write(msgspec.json.encode(record) + b"\n")
+    (run_folder / "checkpoints" / "step-000008").mkdir(parents=True)
+    assert result_in(run_folder) == ["result: arithmetic accuracy 0.625 (version 4) -> 0.800 (version 8)"]
+    begin_stretch(run_folder, load_config("quickstart.yaml", []), 0)
+    begin_stretch(run_folder, load_config("quickstart.yaml", ["data.eval.num_prompts=8"]), 4)
+    assert result_in(run_folder) == ["result: arithmetic accuracy 0.600 (version 6) -> 0.800 (version 8)"]
+    assert "0.600 → 0.900" in Page(write_report(run_folder).read_text()).shown, "the page shows each evaluation"
 
 
 def test_a_run_in_progress_has_a_page_with_the_ledger_of_its_last_step(run_folder: Path) -> None:

@@ -14,7 +14,7 @@ from areal_rloo.telemetry.records import TrainRecord
         (0.31, 0.02, "rollout-bound: the learner waits 31 %"),
         (0.0, 0.4, "learner-bound: the rollouts wait 40 %"),
         (0.01, 0.04, "balanced: the learner waits 1 %, the rollouts wait 4 %"),
-        (0.55, 0.41, "bound by turns: the learner waits 55 %, the rollouts wait 41 %"),
+        (0.55, 0.41, "in lockstep: the learner waits 55 %, the rollouts wait 41 %"),
     ],
 )
 def test_the_half_that_waits_less_is_the_bound(learner: float, rollouts: float, words: str) -> None:

@@ -19,7 +19,7 @@ MakeTrainRecord = Callable[..., TrainRecord]
 
 def plain(num_train_steps: int = 20) -> tuple[Progress, io.StringIO]:
     out = io.StringIO()
-    return Progress(Console(file=out, width=80), num_train_steps=num_train_steps), out
+    return Progress(Console(file=out, width=80), num_train_steps=num_train_steps, eval_set="arithmetic"), out
 
 
 def test_a_line_has_step_reward_accuracy_speed_staleness_time_left(
@@ -89,6 +89,16 @@ def test_an_evaluation_after_the_last_step_does_not_repeat_the_step(
     assert [line.split()[0] for line in out.getvalue().splitlines()] == ["step", "evaluation:"]
 
 
+def test_a_terminal_keeps_the_line_of_each_evaluation(
+    make_train_record: MakeTrainRecord, eval_record: EvalRecord
+) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120, legacy_windows=False)
+    with Progress(console, num_train_steps=20, eval_set=eval_record.name) as progress:
+        progress.show([eval_record, make_train_record()])
+    assert "evaluation: version 4, " in out.getvalue()
+
+
 def test_a_failed_checkpoint_is_reported_once(make_train_record: MakeTrainRecord) -> None:
     progress, out = plain()
     with progress:
@@ -97,15 +107,47 @@ def test_a_failed_checkpoint_is_reported_once(make_train_record: MakeTrainRecord
     assert out.getvalue().count("could not be written") == 1
 
 
-def test_a_restart_from_an_earlier_version_forgets_the_evaluation(
+def test_a_restart_from_an_earlier_version_shows_an_earlier_evaluation(
+    make_train_record: MakeTrainRecord, eval_record: EvalRecord
+) -> None:
+    earlier = msgspec.structs.replace(eval_record, policy_version=2, accuracy=0.5)
+    progress, _ = plain()
+    with progress:
+        progress.show([earlier, eval_record, make_train_record(num_train_steps=6, policy_version=6)])
+        assert "eval 0.625@v4" in progress.line()
+        progress.go_back(3)
+        progress.show([make_train_record(num_train_steps=4, policy_version=3)])
+        assert "eval 0.500@v2" in progress.line()
+        progress.show([make_train_record(num_train_steps=1, policy_version=1)])
+    assert "eval -" in progress.line()
+
+
+def test_the_line_shows_the_set_of_the_config_alone(
     make_train_record: MakeTrainRecord, eval_record: EvalRecord
 ) -> None:
     progress, _ = plain()
     with progress:
-        progress.show([eval_record, make_train_record(num_train_steps=6, policy_version=6)])
+        progress.show([msgspec.structs.replace(eval_record, name="second"), make_train_record(policy_version=5)])
+        assert "eval -" in progress.line()
+        progress.show([eval_record, msgspec.structs.replace(eval_record, name="second", accuracy=0.25)])
         assert "eval 0.625@v4" in progress.line()
-        progress.show([make_train_record(num_train_steps=1, policy_version=1)])
-    assert "eval -" in progress.line()
+
+
+def test_a_resume_recalls_no_accuracy_of_lost_weights(
+    make_train_record: MakeTrainRecord, eval_record: EvalRecord
+) -> None:
+    """The learner restarted from version 5: step 6 comes twice."""
+    lost = [msgspec.structs.replace(eval_record, policy_version=6)]
+    before, again = (make_train_record(num_train_steps=6, policy_version=6, wall_s=wall_s) for wall_s in (6.0, 7.0))
+    live, recalled = plain()[0], plain()[0]
+    with live:
+        live.show([before, *lost])
+        assert "eval 0.625@v6" in live.line()
+        live.go_back(5)
+        live.show([again])
+    recalled.recall([before, *lost, again], version=6)
+    assert recalled.line() == live.line()
+    assert "eval -" in recalled.line()
 
 
 def test_records_of_an_earlier_launcher_are_not_printed(
@@ -207,7 +249,7 @@ def test_a_quiet_run_reports_only_problems(
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.splitlines() == [
-        "a checkpoint could not be written to here: no space (logs/learner.log says more)",
+        "a checkpoint could not be written to here: no space",
         "the learner ended with code 1",
     ]
 

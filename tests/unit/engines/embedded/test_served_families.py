@@ -220,8 +220,8 @@ def test_a_family_without_one_of_its_switches_is_wrong(
 def test_adapters_of_a_family_are_served_apart(name: str, tmp_path: Path) -> None:
     """Compare with a model whose weights have the adapters merged in."""
     model, requests = save_family(name, tmp_path), _requests()
-    weights = {key: weight.detach().clone() for key, weight in model.named_parameters()}
-    layers = [key.removesuffix(".weight") for key in weights if key.endswith("proj.weight")]
+    layers = [key.removesuffix(".weight") for key, _ in model.named_parameters() if key.endswith("proj.weight")]
+    weights = {}
     targets = tuple({layer.rpartition(".")[2] for layer in layers})
     torch.manual_seed(1)
     for layer in layers:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from support.turn_takers import ToldLearner, told_learner
 from areal_rloo.engines.server import ServerEngine, UpdateGroup
 from areal_rloo.engines.server.api import Connection
 from areal_rloo.errors import EngineError
+from areal_rloo.trajectory import Completion
 from areal_rloo.turns import EngineTurn
 
 Scenario = Callable[[ServerEngine, FakeSGLang, Faults, ToldLearner], Awaitable[None]]
@@ -245,6 +247,56 @@ def test_a_crashed_server_gives_the_turn_and_starts_after_the_step(
         assert len((await asyncio.wrap_future(future)).tokens) == 60
 
     _play(tiny_folders["qwen2"], tmp_path, FakeSGLang(), scenario)
+
+
+@pytest.mark.parametrize("call", [SLEEP["sglang"], WAKE["sglang"], "/update_weights_from_distributed"])
+def test_the_learner_waits_for_work_longer_than_its_patience(
+    call: str, tiny_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    async def scenario(engine: ServerEngine, fake: FakeSGLang, faults: Faults, learner: ToldLearner) -> None:
+        faults.path, faults.fault, faults.left, faults.wait_s = call, "wait", 1, PATIENCE_S + 1
+        updating = asyncio.create_task(_update(engine, tiny_folders["qwen2"], 2))
+        await asyncio.sleep(0.05)
+        for _ in range(2):
+            assert await asyncio.to_thread(learner.take) == 0
+            assert fake.asleep
+            await asyncio.to_thread(learner.give)
+            await asyncio.sleep(0.05)
+        assert faults.left == 0
+        await updating
+
+    _play(tiny_folders["qwen2"], tmp_path, FakeSGLang(), scenario)
+
+
+def test_a_server_that_stays_awake_starts_again_after_the_step(
+    tiny_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(engine: ServerEngine, fake: FakeSGLang, faults: Faults, learner: ToldLearner) -> None:
+        monkeypatch.setattr(engine._server, "managed", True)
+        faults.path, faults.fault, faults.left = SLEEP["sglang"], "refuse", 1
+        assert await asyncio.to_thread(learner.take) == 0
+        await asyncio.sleep(0.5)  # the first restart is at once
+        assert not engine._state.occupied, "the server starts in a step"
+        monkeypatch.setattr(engine._server, "managed", False)
+        await asyncio.to_thread(learner.give)
+        await _until(lambda: engine._state.connection is not None)
+
+    _play(tiny_folders["qwen2"], tmp_path, FakeSGLang(), scenario)
+
+
+def test_a_waiting_question_is_answered_when_the_engine_ends(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+    questions: list[Future[dict[str, Completion]]] = []
+
+    async def scenario(engine: ServerEngine, fake: FakeSGLang, faults: Faults, learner: ToldLearner) -> None:
+        await engine._state.exclusive.acquire()
+        questions.append(engine.unfinished())
+        await asyncio.sleep(0.05)
+        questions.append(engine.unfinished())
+
+    _play(tiny_folders["qwen2"], tmp_path, FakeSGLang(), scenario)
+    for question in questions:
+        with pytest.raises(EngineError, match="the engine was closed"):
+            question.result(timeout=0)
 
 
 async def _until(holds: Callable[[], bool]) -> None:

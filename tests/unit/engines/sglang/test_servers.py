@@ -1,6 +1,7 @@
 """The start of a managed SGLang server, refused options, and weight files."""
 
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from support.patience import eventually
+from support.processes import processes_with
 
 from areal_rloo.config import Config, RolloutConfig, ServerConfig
 from areal_rloo.config.schema import validate
+from areal_rloo.config.server import server_mistakes
 from areal_rloo.engines.installed import SGLANG, VLLM, ServerPackage, find_python
 from areal_rloo.engines.server import ServerPlan
 from areal_rloo.engines.server.model_folder import WeightsFolder
@@ -19,6 +22,8 @@ from areal_rloo.engines.sglang import SGLang
 from areal_rloo.engines.sglang.command import command_line, environment
 from areal_rloo.errors import ConfigError
 from areal_rloo.models.stored import stored_parameters
+
+_CONTEXT_TOKENS = Config().context_tokens
 
 
 def _plan(**changes: Any) -> ServerPlan:
@@ -84,6 +89,33 @@ def test_the_key_of_a_ready_server_is_in_no_file_and_no_command(tmp_path: Path) 
     server.kill()
 
 
+def test_a_killed_worker_leaves_no_process_of_a_server(tmp_path: Path) -> None:
+    """A child that has just begun has not yet asked Linux for a signal at the end of the server."""
+    log, python, mark = tmp_path / "server.log", tmp_path / "python", str(tmp_path / "mark")
+    python.write_text(f"#!/bin/sh\ntail -f /dev/null {mark} & setsid tail -f /dev/null {mark} & echo up; sleep 3600\n")
+    python.chmod(0o755)
+    (tmp_path / "mark").touch()
+    program = f"""
+import sys, time
+from pathlib import Path
+from areal_rloo.config import ServerConfig
+from areal_rloo.engines.server import ServerPlan
+from areal_rloo.engines.server.process import ServerProcess
+from areal_rloo.engines.sglang import SGLang
+plan = ServerPlan(Path("/models/m"), "cpu", "float32", 1, 8, 512, 2, model_context_tokens=4096)
+server = ServerProcess(SGLang(), {str(python)!r}, ServerConfig(), plan, Path({str(log)!r}))
+time.sleep(3600)
+"""
+    with subprocess.Popen([sys.executable, "-c", program]) as worker:
+        try:
+            eventually(lambda: log.exists() and "up" in log.read_text(), "the server does not start")
+        finally:
+            worker.kill()
+    eventually(lambda: not processes_with([mark]), "a process is left")
+    assert "up" in log.read_text(), "the server had started"
+    assert processes_with([mark]) == []
+
+
 def test_the_fatal_error_is_reported_rather_than_a_harmless_one(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     log.write_text("ValueError: of an earlier run\n")
@@ -122,7 +154,7 @@ def test_the_users_arguments_override_ours() -> None:
         ({"arguments": {"--api-key": "x"}}, r"rollout.sglang.arguments.--api-key"),
         ({"arguments": {"dp": 2}}, r"rollout.num_workers"),
         ({"urls": ("http://a:1",)}, r"rollout.sglang.urls: expected one for each of rollout.num_workers=2, got 1"),
-        ({"urls": ("http://a:1", "http://a:1")}, r"rollout.sglang.urls: expected different servers"),
+        ({"urls": ("http://127.0.0.1:1", "http://127.0.0.1:1")}, r"rollout.sglang.urls: expected different servers"),
         ({"urls": ("a:1", "b:1")}, r"rollout.sglang.urls: expected http"),
         ({"api_key_env": "KEY"}, r"rollout.sglang.api_key_env: nothing reads it without urls"),
         (
@@ -134,6 +166,25 @@ def test_the_users_arguments_override_ours() -> None:
             r"rollout.sglang.urls: http://b:1 is on another machine.*wire.host=127.0.0.1",
         ),
         ({"arguments": {"pp-size": 2}}, r"rollout.sglang.arguments.pp-size: .*rollout.tensor_parallel"),
+        ({"arguments": {"nnodes": 2}}, r"rollout.sglang.arguments.nnodes: .*a single host"),
+        ({"arguments": {"base-gpu-id": 1}}, r"rollout.sglang.arguments.base-gpu-id: .*the launcher gives"),
+        ({"arguments": {"dtype": "float16"}}, r"rollout.sglang.arguments.dtype: .*set model.dtype"),
+        ({"arguments": {"load-format": "dummy"}}, r"rollout.sglang.arguments.load-format: .*those of model.path"),
+        *(
+            (
+                {"arguments": {"--mem_fraction_static": value}},
+                rf"mem_fraction_static: expected a number between.*{value}",
+            )
+            for value in (1.8, 1, 0, -0.1, "abc", True)
+        ),
+        *(
+            ({"arguments": {"max-total-tokens": value}}, rf"max-total-tokens: expected a whole number above 0.*{value}")
+            for value in (0, -5, 0.5, "many", True)
+        ),
+        *(
+            ({"arguments": {"context-length": value}}, rf"context-length: expected at least \d+: data.*, got {value}")
+            for value in (100, "long", "32K", "1k", "600.5", "9e9", "inf", _CONTEXT_TOKENS)
+        ),
     ],
 )
 def test_contradicting_options_are_refused(sglang: dict[str, Any], message: str) -> None:
@@ -143,10 +194,36 @@ def test_contradicting_options_are_refused(sglang: dict[str, Any], message: str)
 
 
 @pytest.mark.parametrize(
+    ("engine", "arguments"),
+    [
+        ("sglang", {"mem-fraction-static": "0.8", "max-total-tokens": 1e6, "context-length": _CONTEXT_TOKENS + 5}),
+        ("vllm", {"gpu-memory-utilization": 1.0, "kv-cache-memory-bytes": "8G", "max-model-len": _CONTEXT_TOKENS}),
+        ("vllm", {"gpu-memory-utilization": "0.9", "max-model-len": "32k"}),
+        ("sglang", {"max-total-tokens": "0.5M", "context-length": "32Ki", "h": True}),
+        ("vllm", {"max-model-len": "auto"}),
+        ("vllm", {"max-model-len": "-1"}),
+        ("vllm", {"max-model-len": -1}),
+    ],
+)
+def test_numbers_as_the_servers_write_them_are_taken(engine: Any, arguments: dict[str, Any]) -> None:
+    where: dict[str, Any] = {"num_workers": 1, "wire_host": "127.0.0.1", "transport": "auto", "sleeps": False}
+    server = ServerConfig(arguments=arguments)
+    assert list(server_mistakes(engine, server, context_tokens=_CONTEXT_TOKENS, **where)) == []
+
+
+@pytest.mark.parametrize(
     ("vllm", "message"),
     [
         ({"arguments": {"tensor_parallel_size": 2}}, r"rollout.vllm.arguments.tensor_parallel_size: .*tensor_parallel"),
         ({"arguments": {"--logprobs-mode": "raw_logprobs"}}, r"rollout.vllm.arguments.--logprobs-mode"),
+        ({"arguments": {"gpu-memory-utilization": 1.5}}, r"gpu-memory-utilization: expected a number between 0 and 1"),
+        ({"arguments": {"kv-cache-memory-bytes": "8 GB"}}, r"kv-cache-memory-bytes: expected a whole number above 0"),
+        ({"arguments": {"max-model-len": 64}}, r"max-model-len: expected at least"),
+        ({"arguments": {"max-model-len": "0.1k"}}, r"max-model-len: expected at least \d+: .*, got 0.1k"),
+        ({"arguments": {"gpu-memory-utilization": "9k"}}, r"gpu-memory-utilization: expected a number between 0 and 1"),
+        ({"arguments": {"kv-cache-memory-bytes": "1.5K"}}, r"kv-cache-memory-bytes: expected a whole number above 0"),
+        ({"arguments": {"data_parallel": 2}}, r"data_parallel: the beginning of data-parallel-size, .*num_workers"),
+        ({"arguments": {"tokenizer": "x"}}, r"rollout.vllm.arguments.tokenizer: .*that of model.path"),
         ({"urls": ("http://a:1",)}, r"rollout.vllm.urls: expected one for each of rollout.num_workers=2, got 1"),
         ({"api_key_env": "KEY"}, r"rollout.vllm.api_key_env: nothing reads it without urls"),
     ],
@@ -210,3 +287,4 @@ def test_an_environment_for_cpus_is_refused_for_gpus(package: ServerPackage, tmp
     ) as raised:
         find_python(package, config, on_gpus=True)
     assert "run make" not in str(raised.value)
+    assert raised.value.absent, "a dry run shows the plan beside it"

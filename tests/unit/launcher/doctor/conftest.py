@@ -47,11 +47,12 @@ def huge_model(model: Path) -> Path:
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    """An HTTP server that has /health and org/there, and nothing else."""
+    """An HTTP server that has org/there and the first paths asked of SGLang, and nothing else."""
+    there = ("/health", "/model_info", "/org/there/resolve/main/config.json")
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200 if self.path in ("/health", "/org/there/resolve/main/config.json") else 404)
+            self.send_response(200 if self.path in there else 404)
             self.send_header("Content-Length", "2")
             self.end_headers()
             self.wfile.write(b"{}")

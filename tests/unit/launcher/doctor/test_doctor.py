@@ -15,6 +15,7 @@ from support.situations import REPO, config
 from areal_rloo.errors import ModelError, PreflightError, UserError
 from areal_rloo.launcher import start
 from areal_rloo.launcher.doctor import Finding, Situation, findings, guarded
+from areal_rloo.launcher.doctor.addresses import check_servers
 from areal_rloo.waiting import call_within
 
 
@@ -47,6 +48,17 @@ def test_a_start_ends_with_the_first_wrong_finding(tmp_path: Path) -> None:
         start.look(config("launcher.min_free_disk_bytes=1000000000000000"), tmp_path / "run")
     start.look(config(), tmp_path / "run")
     assert (tmp_path / "run" / "logs" / "launcher.log").exists()
+
+
+def test_a_start_says_how_a_run_goes_on_without_a_server(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        dead = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        start.look(config(f"data.train.rewards=[{{url: {dead}/score}}]"), tmp_path)
+        said = capfd.readouterr().err
+        assert "a run drops each completion without a reward, and ends above" in said and "waits" not in said
+        (finding,) = check_servers(Situation(config("rollout.engine=sglang", f"rollout.sglang.urls=[{dead}]")))
+        assert finding.what.endswith("a run waits, and ends after rollout.sglang.start_timeout_s=600 s")
 
 
 def test_a_login_node_skips_the_checks_of_its_own_devices(tmp_path: Path) -> None:
@@ -96,6 +108,18 @@ def test_the_command_exits_with_2_and_prints_the_fix(tmp_path: Path) -> None:
     at = lines.index("wrong   model.path: /nowhere/model: no such folder")
     assert lines[at + 1] == "        fix: expected a model folder, a hub name (org/name), or tiny"
     assert ", 1 wrong, " in lines[-1]
+
+
+def test_the_command_says_which_start_would_be_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"num_train_steps": 1}')
+    done = _doctor("--config", "quickstart.yaml", "--quick", f"run.folder={tmp_path}", "launcher.num_hosts=2")
+    assert done.stdout.splitlines()[:4] == [
+        f"unsure  run.folder: a start without --resume would be refused: {tmp_path} holds a run already",
+        "        fix: add --resume to go on with it, or choose another",
+        "unsure  launcher.num_hosts: a start with the local launcher would be refused: expected 1 with the local "
+        "launcher, got 2",
+        "        fix: start it with areal_rloo.launcher.ray or areal_rloo.launcher.slurm",
+    ]
 
 
 def test_json_output_is_a_single_object(tmp_path: Path) -> None:

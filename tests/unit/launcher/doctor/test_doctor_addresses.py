@@ -1,23 +1,29 @@
 """Servers, services, ports and addresses, each made to fail."""
 
+import asyncio
 import contextlib
 import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Literal
 
 import pytest
 from support.situations import found, only
 
+from areal_rloo.engines.kinds import kind_of
+from areal_rloo.engines.server.client import ServerClient
+from areal_rloo.errors import EngineError, UserError
 from areal_rloo.launcher.doctor import addresses
 from areal_rloo.launcher.doctor.addresses import (
     check_host_name,
-    check_hub,
     check_metrics_host,
     check_ports,
     check_servers,
     check_wire_host,
 )
+
+KEY = "a-secret-of-a-test"
 
 
 def test_silent_servers_and_services_are_wrong(server: str) -> None:
@@ -30,6 +36,110 @@ def test_silent_servers_and_services_are_wrong(server: str) -> None:
         assert dead in refused.what and "refused" in refused.what
         rewards = f"data.train.rewards=[{{url: {dead}/score}}]"
         assert only(check_servers, "wrong", rewards).name == "rewards"
+
+
+def test_a_server_that_answers_slowly_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes in time; the answer as a whole does not."""
+    monkeypatch.setattr(addresses, "_ANSWER_S", 0.3)
+
+    def drip(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+            for _ in range(50):
+                connection.sendall(b"z")
+                time.sleep(0.1)
+            connection.sendall(b"\r\nContent-Length: 2\r\n\r\n{}")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=drip, args=(server,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        finding = only(check_servers, "wrong", "rollout.engine=sglang", f"rollout.sglang.urls=[{url}]")
+    assert finding.what.startswith(f"{url}: no answer within 0.3 s")
+
+
+def test_all_servers_are_asked_at_the_same_time() -> None:
+    everyone = threading.Barrier(3)
+
+    class Together(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            everyone.wait(timeout=30)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Together) as server:
+        threading.Thread(target=server.serve_forever).start()
+        urls = ", ".join(f"http://127.0.0.1:{server.server_port}/{name}" for name in "abc")
+        asked = ("rollout.engine=sglang", "rollout.num_workers=3", f"rollout.sglang.urls=[{urls}]")
+        states = [finding.state for finding in found(check_servers, *asked)]
+        server.shutdown()
+    assert states == ["ok"] * 3
+
+
+async def _engine_accepts(engine: Literal["sglang", "vllm"], url: str) -> bool:
+    """Ask as an engine does at its start."""
+    kind, client = kind_of(engine), ServerClient(url, api_key=KEY)
+    try:
+        await kind.label(client, timeout_s=10.0)
+        await client.text(kind.package.health, timeout_s=10.0)
+    except (UserError, EngineError):
+        return False
+    finally:
+        await client.close()
+    return True
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ("only with the key", None),
+        ("only with another key", "HTTP 401: the server refuses the key; a run ends"),
+        ("with a redirect", "HTTP 302; a run waits, and ends after"),
+        ("with a page", "the answer is no JSON object"),
+        ("with nothing of an engine", "HTTP 404; a run ends"),
+    ],
+)
+def test_a_server_is_asked_as_the_engine_asks(
+    engine: Literal["sglang", "vllm"], answers: str, words: str | None
+) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status = 200
+            if answers.startswith("only"):
+                expected = KEY if answers == "only with the key" else "another"
+                status = 200 if self.headers["Authorization"] == f"Bearer {expected}" else 401
+            elif answers == "with a redirect" and not self.path.startswith("/there"):
+                status = 302
+            elif answers == "with nothing of an engine" and self.path != "/health":
+                status = 404
+            self.send_response(status)
+            self.send_header("Location", f"/there{self.path}")
+            self.end_headers()
+            self.wfile.write(b"<html>" if answers == "with a page" else b'{"weight_version": "3"}')
+
+        do_POST = do_GET  # noqa: N815 - a name of http.server
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        options = (f"rollout.{engine}={{urls: ['{url}'], api_key_env: MY_KEY}}", f"rollout.engine={engine}")
+        (finding,) = found(check_servers, *options, MY_KEY=KEY)
+        accepted = asyncio.run(_engine_accepts(engine, url))
+        server.shutdown()
+    assert (finding.state, accepted) == (("wrong", False) if words else ("ok", True))
+    assert (words or "answers") in finding.what
+
+
+def test_a_key_that_no_header_can_carry_is_not_shown() -> None:
+    options = ("rollout.engine=vllm", "rollout.vllm={urls: ['http://127.0.0.1:1'], api_key_env: MY_KEY}")
+    finding = only(check_servers, "wrong", *options, MY_KEY=f"{KEY}\n")
+    assert "characters that HTTP does not allow" in finding.what and KEY not in finding.what
 
 
 def test_a_port_in_use_is_wrong_also_for_a_worker() -> None:
@@ -87,60 +197,3 @@ def test_a_host_without_an_own_address_is_unsure(monkeypatch: pytest.MonkeyPatch
     assert "no other host can connect to" in only(check_host_name, "unsure").what
     monkeypatch.setattr(socket, "gethostname", lambda: "nobody.invalid")
     assert "cannot be resolved" in only(check_host_name, "unsure").what
-
-
-@pytest.mark.parametrize("hangs", ["name", "answer"])
-def test_a_silent_hub_is_asked_once_and_for_a_limited_time(hangs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A network that drops packets: no error ever comes."""
-    monkeypatch.setattr(addresses, "_HUB_S", 0.2)
-    asked, ends = [], threading.Event()
-
-    def hang(*_: object, **__: object) -> list[Any]:
-        asked.append(1)
-        ends.wait(30)
-        return []
-
-    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and never answers
-        if hangs == "name":
-            monkeypatch.setattr(socket, "getaddrinfo", hang)
-        endpoint = {"name": "http://nobody.invalid", "answer": f"http://127.0.0.1:{server.getsockname()[1]}"}[hangs]
-        where = {"HF_ENDPOINT": endpoint, "HF_HOME": "/nowhere"}
-        findings = found(check_hub, "model.path=org/name", "data.train.task=gsm8k", "data.eval=null", **where)
-        ends.set()
-    assert [finding.what.partition(f"{endpoint}: ")[2] for finding in findings] == ["no answer within 0.2 s"] * 2
-    assert len(asked) == (hangs == "name")
-    assert findings[0].fix == "mend the network, or download it elsewhere and set model.path to its folder"
-
-
-LATER = "try again later"
-
-
-@pytest.mark.parametrize(
-    ("status", "body", "says", "mend"),
-    [
-        (200, b"<html>please log in</html>", "wrong", "mend the network"),
-        (200, b'{"model_type": "llama"}', "ok", ""),
-        (200, b" " * 2**21, "wrong", "mend the network"),
-        (404, b"", "wrong", "correct model.path, log in with `hf auth login`"),
-        (503, b"", "wrong", LATER),
-        (429, b"", "wrong", LATER),
-    ],
-)
-def test_an_answer_of_the_hub_that_is_no_json_is_wrong(status: int, body: bytes, says: str, mend: str) -> None:
-    """A network with a login page answers every address with a page."""
-
-    class Page(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.end_headers()
-            with contextlib.suppress(OSError):
-                self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
-        threading.Thread(target=server.serve_forever).start()
-        endpoint = f"http://127.0.0.1:{server.server_port}"
-        finding = only(check_hub, says, "model.path=org/name", HF_ENDPOINT=endpoint, HF_HOME="/nowhere")
-        server.shutdown()
-    assert says == "ok" or finding.fix == f"{mend}, or download it elsewhere and set model.path to its folder"

@@ -11,20 +11,15 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 from support.families import save_family
-from support.situations import config, found, only
+from support.situations import config, downloaded, found, only
 
 from areal_rloo.errors import ModelError
 from areal_rloo.launcher import start
 from areal_rloo.launcher.doctor import Situation
 from areal_rloo.launcher.doctor.__main__ import main
-from areal_rloo.launcher.doctor.addresses import (
-    check_hub,
-)
 from areal_rloo.launcher.doctor.inputs import (
     check_data_files,
     check_functions,
-    check_hub_datasets,
-    check_hub_models,
     check_loading,
     check_models,
     check_server,
@@ -153,29 +148,6 @@ def test_a_model_missing_on_a_login_node_is_unsure() -> None:
     assert (finding.state, finding.what) == ("unsure", "/nowhere/model: not on this host")
 
 
-def _downloaded(model: Path, home: Path) -> Path:
-    """Move a model folder to where the hub's client keeps org/name, and return its place."""
-    cached = home / "hub" / "models--org--name"
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs" / "main").write_text("abc")
-    (cached / "snapshots").mkdir()
-    return model.rename(cached / "snapshots" / "abc")
-
-
-def test_a_hub_model_offline_is_wrong_unless_cached(model: Path, tmp_path: Path) -> None:
-    home = {"HF_HOME": str(tmp_path / "hf")}
-    named = "model.path=org/name"
-    assert "every host will download" in only(check_hub_models, "unsure", named, **home).what
-    offline = {**home, "HF_HUB_OFFLINE": "1"}
-    finding = only(check_hub_models, "wrong", named, **offline)
-    assert "not in " in finding.what and finding.fix.startswith("unset HF_HUB_OFFLINE")
-    snapshot = _downloaded(model, tmp_path / "hf")
-    assert only(check_hub_models, "ok", named, **offline).what == "org/name: downloaded, 12 parameters"
-    (snapshot / "model-00001-of-00002.safetensors").unlink()
-    assert "1 of its 2 files of weights are missing" in only(check_hub_models, "wrong", named, **offline).what
-    assert found(check_models, named, **offline) == [], "files may be missing, so nothing refuses the model"
-
-
 _PHI3 = {"model_type": "phi3", "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}}
 
 
@@ -194,7 +166,7 @@ def test_a_downloaded_model_is_refused_as_its_folder(
 ) -> None:
     (model / "config.json").write_text(json.dumps(config))
     assert words in str(only(check_models, "wrong", f"model.path={model}", *options).error)
-    snapshot, home = _downloaded(model, tmp_path / "hf"), str(tmp_path / "hf")
+    snapshot, home = downloaded(model, tmp_path / "hf"), str(tmp_path / "hf")
     assert words in str(only(check_models, "wrong", "model.path=org/name", *options, HF_HOME=home).error)
     if "learner.lora.targets=[nowhere]" not in options:
         (snapshot / "model-00001-of-00002.safetensors").unlink()
@@ -203,40 +175,16 @@ def test_a_downloaded_model_is_refused_as_its_folder(
 
 def test_a_downloaded_reference_is_refused_too(model: Path, tmp_path: Path) -> None:
     (model / "config.json").write_text('{"model_type": "qwen2_moe"}')
-    _downloaded(model, tmp_path / "hf")
+    downloaded(model, tmp_path / "hf")
     finding = only(check_models, "wrong", "model.reference.path=org/name", HF_HOME=str(tmp_path / "hf"))
     assert str(finding.error).startswith("model.reference.path: ")
 
 
 def test_a_damaged_download_is_wrong(model: Path, tmp_path: Path) -> None:
     """The hub's client would not download the file again."""
-    snapshot = _downloaded(model, tmp_path / "hf")
+    snapshot = downloaded(model, tmp_path / "hf")
     os.truncate(snapshot / "model-00001-of-00002.safetensors", 90)
     assert "is not whole" in only(check_models, "wrong", "model.path=org/name", HF_HOME=str(tmp_path / "hf")).what
-
-
-def test_a_name_unknown_to_the_hub_is_wrong(server: str, tmp_path: Path) -> None:
-    where = {"HF_ENDPOINT": server, "HF_HOME": str(tmp_path)}
-    assert only(check_hub, "wrong", "model.path=org/absent", **where).what == f"org/absent: {server}: HTTP 404"
-    assert only(check_hub, "ok", "model.path=org/there", **where)
-    assert found(check_hub, "model.path=org/absent", **where, HF_HUB_OFFLINE="1") == []
-
-
-def test_a_dataset_that_the_hub_lacks_is_wrong(server: str, tmp_path: Path) -> None:
-    where = {"HF_ENDPOINT": server, "HF_HOME": str(tmp_path)}
-    for override, name in (("data.train.task=gsm8k", "data.train.path"), ("data.train.hub=org/no", "data.train.hub")):
-        finding = only(check_hub, "wrong", "data.train.task=gsm8k", override, "data.eval=null", **where)
-        assert (finding.name, finding.what.endswith(f"{server}: HTTP 404")) == (name, True)
-    (tmp_path / "datasets" / "openai___gsm8k").mkdir(parents=True)
-    assert found(check_hub, "data.train.task=gsm8k", "data.eval=null", **where) == []
-
-
-def test_a_dataset_that_cannot_be_downloaded_is_wrong(tmp_path: Path) -> None:
-    where = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    finding = only(check_hub_datasets, "wrong", "data.train.task=gsm8k", "data.eval=null", **where)
-    assert finding.name == "data.train.path"
-    assert "HF_HUB_OFFLINE is set" in finding.what or "needs the `datasets` library" in finding.what
-    assert found(check_hub_datasets, **where) == []
 
 
 def test_missing_data_and_functions_are_wrong(tmp_path: Path) -> None:

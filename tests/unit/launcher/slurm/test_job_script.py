@@ -21,7 +21,6 @@ SPEC = ProcessSpec(
     device="cuda",
     gpu_ids=("2", "3"),
     num_threads=4,
-    memory_bytes=0,
     environment={"CUDA_VISIBLE_DEVICES": "2,3", "OMP_NUM_THREADS": "4"},
     command=("/our/python", "-m", "areal_rloo.rollout", "--worker-id=rollout-3"),
 )
@@ -91,6 +90,7 @@ def test_an_array_has_a_job_and_a_folder_per_seed() -> None:
     ("override", "words"),
     [
         ("launcher.slurm.arguments={nodes: 3}", "launcher.slurm.arguments.nodes: not an option here: set launcher.num"),
+        ("launcher.slurm.arguments={node: 3}", "arguments.node: the beginning of nodes, which is not an option here"),
         ("launcher.slurm.arguments={--array: 0-3}", "set launcher.slurm.num_seeds"),
         ("launcher.slurm.time_limit=soon", "launcher.slurm.time_limit: expected minutes"),
         ("launcher.slurm.time_limit=1234567", "launcher.slurm.time_limit: expected minutes"),

@@ -26,7 +26,7 @@ deaf = f"import os, signal, time; [signal.signal(n, signal.SIG_IGN) for n in (10
 deaf += f"open('{folder}/pid', 'w').write(str(os.getpid())); time.sleep(1000)"
 spec = ProcessSpec(
     name="deaf", role="test", host=os.environ["SLURMD_NODENAME"], device="cpu", gpu_ids=(), num_threads=1,
-    memory_bytes=0, environment={}, command=(sys.executable, "-c", deaf),
+    environment={}, command=(sys.executable, "-c", deaf),
 )
 step = StepStarter(load_config("quickstart.yaml", []).launcher, folder).start(spec, folder / "deaf.out")
 while not (folder / "pid").exists() or not (folder / "pid").read_text():
