@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.check_learned import conditions
 from support.ray_cluster import ray_cluster
-from support.server_support import SERVERS, sglang_python
+from support.server_support import SERVERS
 from support.slurm_cluster import missing_programs, slurm_cluster
 
 from areal_rloo.config import load_config
@@ -40,6 +40,11 @@ def _model(*changes: str) -> str:
     ).path
 
 
+def _on_a_cpu(engine: str) -> tuple[str, ...]:
+    python = f"rollout.{engine}.python={SERVERS[engine].python()}"
+    return f"rollout.engine={engine}", python, "rollout.device=cpu", "rollout.num_slots=128"
+
+
 def _learn(folder: Path, launcher: str, *arguments: str, model: str, environment: Mapping[str, str]) -> list[str]:
     """Run the quickstart; return the conditions that do not hold."""
     command = [sys.executable, "-m", f"areal_rloo.launcher.{launcher}", "--config", "quickstart.yaml"]
@@ -51,9 +56,8 @@ def _learn(folder: Path, launcher: str, *arguments: str, model: str, environment
 
 @pytest.mark.skipif(bool(MISSING), reason=f"Slurm is not installed here: no {', '.join(MISSING)}")
 def test_the_quickstart_learns_with_sglang_on_slurm(tmp_path: Path) -> None:
-    sglang = ("rollout.engine=sglang", f"rollout.sglang.python={sglang_python()}", "rollout.num_slots=128")
     with slurm_cluster(tmp_path / "cluster") as cluster:
-        arguments = ("--wait", *ON_TWO_NODES, *sglang)
+        arguments = ("--wait", *ON_TWO_NODES, *_on_a_cpu("sglang"))
         run = _learn(tmp_path / "run", "slurm", *arguments, model=_model(), environment=cluster.environment)
     assert run == []
 
@@ -88,8 +92,7 @@ def test_the_quickstart_learns_with_vllm(tmp_path: Path) -> None:
 
     In as many steps, the embedded engine brings this model from 0.524 to 0.726. The learner waits for vLLM.
     """
-    vllm = ("rollout.engine=vllm", f"rollout.vllm.python={SERVERS['vllm'].python()}", "rollout.num_slots=128")
-    arguments = (*vllm, "learner.num_threads=1", "rollout.num_threads=1")
+    arguments = (*_on_a_cpu("vllm"), "learner.num_threads=1", "rollout.num_threads=1")
     model = _model("model.tiny.num_heads=3", "model.tiny.num_kv_heads=3")
     failed = _learn(tmp_path / "run", "local", *arguments, model=model, environment=os.environ)
     slower = ("accuracy rose by 0.35", "accuracy ended at 0.95", "generation and training overlapped")
