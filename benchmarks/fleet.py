@@ -12,6 +12,7 @@ ends share two cores: `intake_busy` and `workers_busy` tell which end is the lim
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import multiprocessing
 import statistics
@@ -63,6 +64,8 @@ _FAULTS = {"failure_share": 0.02, "deaths_per_s": 1.0}
 
 def cases(quick: bool) -> Generator[Case]:
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # as a learner does
     logging.disable(logging.WARNING)  # a line for each failed sample
     rounds = 2 if quick else 5
     for num_workers in (2, 16) if quick else SIZES:

@@ -1,12 +1,14 @@
 """Synthetic rollout workers for `fleet.py`: a process of them, with the real protocol and the real wire.
 
 A worker takes leases, "generates" random tokens of log-normal length, submits the trajectories, and takes every version
-of the weights at once, without reading them. Only the engine is missing. A process has many workers on an event loop.
+of the weights at once, without reading them. Only the engine is missing: with a rate, the samples of a worker end at
+the ends of decode steps, as those of an engine. A process has many workers on an event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import time
 from collections import deque
@@ -31,6 +33,7 @@ from areal_rloo.wire.messages import Ack, Duty, Failed, Lease, Results, Work
 _NUM_SHAPES = 64  # trajectories drawn before; samples take them in turn
 _AHEAD = 256  # samples without an acknowledgement, beyond which a worker without a rate waits
 _LONGEST = 4096
+_DECODE_STEP_S = 0.02
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -116,14 +119,17 @@ class SyntheticWorker:
             self._due.set()
 
     async def _generate(self) -> None:
-        due_s = time.perf_counter()
+        step_s = time.perf_counter() + self._random.random() * _DECODE_STEP_S
+        due_s = step_s + self._random.expovariate(self._load.rate or 1)
         while True:
             while not self._held or self._held[0][1].min_version > self._version:
                 self._leased.clear()
                 await self._leased.wait()
             if self._load.rate:
-                due_s = max(due_s, time.perf_counter() - 1) + self._random.expovariate(self._load.rate)
-                await asyncio.sleep(due_s - time.perf_counter())
+                while due_s > step_s:
+                    step_s = max(step_s + _DECODE_STEP_S, time.perf_counter())
+                    await asyncio.sleep(step_s - time.perf_counter())
+                due_s = max(due_s, step_s - 1) + self._random.expovariate(self._load.rate)
             elif self._protocol.statistics().unacknowledged >= _AHEAD:
                 self._leased.clear()
                 await self._leased.wait()
@@ -164,6 +170,8 @@ class SyntheticWorker:
 
 def run(load: Load, pipe: Connection) -> None:
     """Serve until the pipe says stop; answer every other word with a `Window`."""
+    gc.collect()
+    gc.freeze()  # as a worker does
     asyncio.run(_run(load, pipe))
 
 

@@ -7,6 +7,7 @@ the last checkpoint, 1 anything else.
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 import signal
@@ -21,7 +22,7 @@ from prometheus_client import CollectorRegistry
 from transformers import PreTrainedTokenizerBase
 
 from areal_rloo.config import Config, dump_config, import_entry, load_config
-from areal_rloo.errors import EXIT_RANK_LOST, DataError
+from areal_rloo.errors import EXIT_RANK_LOST
 from areal_rloo.files import memory_folder, remove_abandoned, remove_unfinished
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
 from areal_rloo.intake.fleet import FleetStatistics
@@ -41,7 +42,7 @@ from areal_rloo.learner.loop import Learner
 from areal_rloo.learner.parallel.ranks import RankLostError, Ranks
 from areal_rloo.learner.rank import LearnerRank
 from areal_rloo.learner.recording import Recorder
-from areal_rloo.learner.reporting import Reporter
+from areal_rloo.learner.reporting import Reporter, evaluations_so_far
 from areal_rloo.learner.resuming import check_model, newest_checkpoint, restored_ledger
 from areal_rloo.learner.state import Totals
 from areal_rloo.learner.stretches import begin_stretch
@@ -55,9 +56,8 @@ from areal_rloo.tasks import load_eval, load_train
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.tasks.tools import tool_schemas
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
-from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, read_records, watch
+from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, watch
 from areal_rloo.telemetry.record_file import cut_records
-from areal_rloo.telemetry.records import EvalRecord
 from areal_rloo.telemetry.scrapes import serve_metrics
 from areal_rloo.telemetry.stacks import show_on_signal
 from areal_rloo.telemetry.summary import SUMMARY_NAME, forget_earlier_summary
@@ -235,6 +235,8 @@ def _lead(learner: Learner, arguments: Arguments) -> None:
     A learner that cannot be built notes nothing: the files still describe the steps so far.
     Stop the workers only at the end of the run: after a failure the learner may restart, and they go on meanwhile.
     """
+    gc.collect()
+    gc.freeze()  # else a collection looks at all that is loaded, for 0.1 s, in which the intake's loop stands still
     learner.reporter.start_clock()
     config, version, team = learner.config, learner.policy_version, learner.train_step.team
     begin_stretch(arguments.run_folder, config, version)
@@ -297,20 +299,11 @@ def _reporter(
     return Reporter(
         file=MetricsFile(path),
         metrics=LearnerMetrics(registry),
-        evaluations=_evaluations(path),
+        evaluations=evaluations_so_far(path),
         totals=totals,
         checkpoints=checkpoints,
         num_workers=config.rollout.num_workers,
     )
-
-
-def _evaluations(path: Path) -> list[EvalRecord]:
-    """Return the evaluations so far; none if there are records of another version: they are no reason to end a run."""
-    try:
-        return [record for record in read_records(path) if isinstance(record, EvalRecord)]
-    except DataError as error:
-        logger.warning("the evaluations so far are not shown: %s", error)
-        return []
 
 
 def _recorder(config: Config, folder: Path, tokenizer: PreTrainedTokenizerBase, policy_version: int) -> Recorder:

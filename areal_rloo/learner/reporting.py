@@ -18,12 +18,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from areal_rloo.errors import DataError
 from areal_rloo.intake.intake import IntakeStatistics
 from areal_rloo.learner.checkpoint import Checkpoints
 from areal_rloo.learner.state import Totals
 from areal_rloo.learner.train_step import StepResult
 from areal_rloo.telemetry.logs import get_logger
-from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile
+from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, read_records
 from areal_rloo.telemetry.progress import evaluation_line
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
 from areal_rloo.telemetry.summary import Summary
@@ -38,6 +39,15 @@ _TOTALS = (
     *("decoding_s", "generated_tokens"),
 )
 _MOST_PARTS = 200  # labels of reward parts: workers send them
+
+
+def evaluations_so_far(path: Path) -> list[EvalRecord]:
+    """Read the evaluations from metrics.jsonl; none if there are records of another version: no reason to end a run."""
+    try:
+        return [record for record in read_records(path) if isinstance(record, EvalRecord)]
+    except DataError as error:
+        logger.warning("the evaluations so far are not shown: %s", error)
+        return []
 
 
 @dataclass(kw_only=True)

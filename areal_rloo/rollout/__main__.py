@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import math
 import signal
 import uuid
@@ -127,6 +128,8 @@ async def _generate(config: Config, arguments: Arguments, folder: Path) -> None:
         watch(registry, ProtocolStatistics, worker.statistics)
         port, _ = serve_metrics(registry, arguments.metrics_port, address=config.telemetry.metrics_host)
         logger.info("metrics on http://%s:%d/metrics", config.telemetry.metrics_host, port)
+        gc.collect()
+        gc.freeze()  # else a collection looks at all that is loaded, for 0.1 s, in which the loop stands still
         logger.info("ready on %s with %d threads", arguments.device, arguments.num_threads)
         try:
             async with serving(episode):

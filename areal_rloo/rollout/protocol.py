@@ -32,7 +32,7 @@ from areal_rloo.wire.messages import Duty
 logger = get_logger(__name__)
 
 _BATCH_TRAJECTORIES = 64  # per message: more gain nothing and delay the first
-RESULTS_IN_FLIGHT = 16  # messages not acknowledged; further results wait and leave together
+RESULTS_IN_FLIGHT = 2  # messages not acknowledged; further results wait and leave together, more for a busy learner
 _HELLO_EVERY = 2  # heartbeats
 
 
