@@ -39,6 +39,7 @@ class IntakeStatistics:
 
     ledger: LedgerCounts
     num_workers: int
+    num_behind: int  # versions, of the worker with the oldest
     rollout_idle_s: float
     generated_tokens: int
     rollout_busy_s: float
@@ -193,6 +194,7 @@ class Intake:
         return IntakeStatistics(
             ledger=self.ledger.counts(),
             num_workers=len(self.fleet.alive),
+            num_behind=self._offers.num_behind,
             rollout_idle_s=work.idle_s,
             generated_tokens=work.generated_tokens,
             rollout_busy_s=work.busy_s,

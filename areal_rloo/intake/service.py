@@ -65,12 +65,11 @@ class IntakeService:
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
         self.channel = self._thread.call(bind)
-        broadcasting = broadcaster.run(self._send_call, self._send_notice)
         works = {
             "the messages of the workers": self._serve(),
             "lost connections": self._notice_lost_connections(),
             "the timer for silent workers": self._watch(),
-            "the broadcaster": broadcasting,
+            "the broadcaster": broadcaster.run(self._send_call, self._send_notice),
         }
         for name, work in works.items():
             self._thread.begin(work, self._ended, name=name)

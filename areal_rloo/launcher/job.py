@@ -33,6 +33,7 @@ from areal_rloo.learner.checkpoint_folder import UNWRITTEN, folder_of, standing
 from areal_rloo.learner.stretches import evaluations_changed_at
 from areal_rloo.learner.warm_start import PreparedModel, tiny_model_folder
 from areal_rloo.report import result_in, write_report
+from areal_rloo.telemetry.health import Health
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metrics import RecordTail
 from areal_rloo.telemetry.progress import Progress, RunConsole
@@ -92,9 +93,14 @@ class Job:
         # The learner waits a quarter of drain_timeout_s for the goodbyes of all workers, and ends.
         goodbye_s = self._config.launcher.drain_timeout_s / 2
         console = RunConsole(quiet=not self._config.telemetry.progress)
-        num_steps = self._config.learner.num_train_steps
         self._eval_set = next((source.label for source in self._config.data.eval_sources), "")
-        self._progress = Progress(console, num_train_steps=num_steps, eval_set=self._eval_set, unsaved=self._unsaved)
+        self._progress = Progress(
+            console,
+            num_train_steps=self._config.learner.num_train_steps,
+            eval_set=self._eval_set,
+            health=Health(self._config).look,
+            unsaved=self._unsaved,
+        )
         self._supervisor = Supervisor(starter, request.folder / "logs", goodbye_s=goodbye_s, say=self._progress.warn)
         log = request.folder / "logs" / "learner.log"
         self._learner_log = LearnerLog(

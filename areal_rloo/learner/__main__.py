@@ -42,7 +42,7 @@ from areal_rloo.learner.loop import Learner
 from areal_rloo.learner.parallel.ranks import RankLostError, Ranks
 from areal_rloo.learner.rank import LearnerRank
 from areal_rloo.learner.recording import Recorder
-from areal_rloo.learner.reporting import Reporter, evaluations_so_far
+from areal_rloo.learner.reporting import Reporter, records_so_far
 from areal_rloo.learner.resuming import check_model, newest_checkpoint, restored_ledger
 from areal_rloo.learner.state import Totals
 from areal_rloo.learner.stretches import begin_stretch
@@ -55,6 +55,7 @@ from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.tasks import load_eval, load_train
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.tasks.tools import tool_schemas
+from areal_rloo.telemetry.health import Health, HealthStatistics
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, watch
 from areal_rloo.telemetry.record_file import cut_records
@@ -294,12 +295,14 @@ def _reporter(
     config: Config, folder: Path, version: int, registry: CollectorRegistry, totals: Totals, checkpoints: Checkpoints
 ) -> Reporter:
     """Remove the records after the checkpoint's version from metrics.jsonl, and open the file."""
-    path = folder / "metrics.jsonl"
+    path, health = folder / "metrics.jsonl", Health(config)
     cut_records(path, version)
+    watch(registry, HealthStatistics, health.statistics)
     return Reporter(
         file=MetricsFile(path),
         metrics=LearnerMetrics(registry),
-        evaluations=evaluations_so_far(path),
+        health=health,
+        records=records_so_far(path),
         totals=totals,
         checkpoints=checkpoints,
         num_workers=config.rollout.num_workers,

@@ -7,11 +7,12 @@ train step and each evaluation; a summary at the end. The training thread calls 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from areal_rloo.intake.intake import IntakeStatistics
 from areal_rloo.learner.checkpoint import Checkpoints
 from areal_rloo.learner.state import Totals
 from areal_rloo.learner.train_step import StepResult
+from areal_rloo.telemetry.health import Health
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, read_records
 from areal_rloo.telemetry.progress import evaluation_line
-from areal_rloo.telemetry.records import EvalRecord, TrainRecord
+from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 from areal_rloo.telemetry.summary import Summary
 from areal_rloo.telemetry.words import Words
 from areal_rloo.trajectory import Group
@@ -41,12 +43,12 @@ _TOTALS = (
 _MOST_PARTS = 200  # labels of reward parts: workers send them
 
 
-def evaluations_so_far(path: Path) -> list[EvalRecord]:
-    """Read the evaluations from metrics.jsonl; none if there are records of another version: no reason to end a run."""
+def records_so_far(path: Path) -> list[Record]:
+    """Read metrics.jsonl; nothing if there are records of another version of areal_rloo: no reason to end a run."""
     try:
-        return [record for record in read_records(path) if isinstance(record, EvalRecord)]
+        return read_records(path)
     except DataError as error:
-        logger.warning("the evaluations so far are not shown: %s", error)
+        logger.warning("the records so far are not shown: %s", error)
         return []
 
 
@@ -56,12 +58,17 @@ class Reporter:
 
     file: MetricsFile
     metrics: LearnerMetrics
-    evaluations: list[EvalRecord]  # every evaluation of the run so far, those before a restart included
+    health: Health
+    records: InitVar[Sequence[Record]]  # of the run so far, before a restart
     totals: Totals  # sums over the whole run, restarts included; checkpoints keep them
     checkpoints: Checkpoints
     num_workers: int
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, records: Sequence[Record]) -> None:
+        for record in records:
+            self.health.look(record)
+        self.evaluations = [record for record in records if isinstance(record, EvalRecord)]
+        self._looking = threading.Lock()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="metrics")
         self._before = msgspec.structs.replace(self.totals)
         self._first_step: IntakeStatistics | None = None
@@ -79,6 +86,7 @@ class Reporter:
         self.evaluations.append(record)
         self._append(record).add_done_callback(_log_error)
         self.metrics.evaluation(record)
+        self._look(record)
 
     def train_step(
         self,
@@ -113,6 +121,7 @@ class Reporter:
             trained_tokens_per_s=masks.num_tokens / elapsed_s,
             idle_share={half: min(1.0, max(0.0, seconds / elapsed_s)) for half, seconds in idle_s.items()},
             num_workers=statistics.num_workers,
+            weights_behind=statistics.num_behind,
             filtered_prompts=statistics.filtered_prompts,
             truncated_prompts=statistics.truncated_prompts,
             ledger=statistics.ledger,
@@ -122,6 +131,7 @@ class Reporter:
         )
         self._append(record).result()
         self.metrics.train_step(record)
+        self._look(record)
 
     def update_totals(self, statistics: IntakeStatistics) -> None:
         """Bring the totals up to this moment."""
@@ -171,6 +181,12 @@ class Reporter:
             skipped_steps=totals.skipped_steps,
             failed_checkpoints=totals.failed_checkpoints,
         ).write(path)
+
+    def _look(self, record: Record) -> None:
+        with self._looking:  # evaluations come on the intake's loop
+            lines = self.health.look(record)
+        for line in lines:
+            logger.warning("%s", line)
 
     def close(self) -> None:
         """Wait for the last record; no evaluation may follow."""

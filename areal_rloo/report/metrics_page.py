@@ -13,6 +13,7 @@ from areal_rloo.intake.fleet import FleetStatistics
 from areal_rloo.intake.lies import LieStatistics
 from areal_rloo.rewards.scoring import RewardStatistics
 from areal_rloo.rollout.protocol import ProtocolStatistics
+from areal_rloo.telemetry.health import HealthStatistics
 from areal_rloo.telemetry.metric import PREFIX, Measured, declared_metrics, healthy_range
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
 from areal_rloo.telemetry.scrapes import ScrapeStatistics
@@ -25,6 +26,7 @@ from areal_rloo.wire.channels import ChannelStatistics
 SERVED: tuple[tuple[str, type[Measured]], ...] = (
     ("Each train step (learner, metrics.jsonl)", TrainRecord),
     ("Each evaluation (learner, metrics.jsonl)", EvalRecord),
+    ("Health (learner)", HealthStatistics),
     ("Refused answers (learner)", LieStatistics),
     ("Refused workers (learner)", FleetStatistics),
     ("Turns on shared devices (learner)", TurnStatistics),

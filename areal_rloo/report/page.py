@@ -20,6 +20,7 @@ from areal_rloo.inspect.shown import NUM_COLORS, document
 from areal_rloo.learner.checkpoint_folder import folder_of, standing
 from areal_rloo.learner.stretches import Stretch, evaluations_changed_at, read_stretches
 from areal_rloo.report.charts import Curve, line_chart, stacked_chart
+from areal_rloo.telemetry.health import Health
 from areal_rloo.telemetry.metric import Declared, Measured, declared_metrics, healthy_range
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
@@ -101,6 +102,20 @@ def _bottleneck(folder: Path, records: Sequence[Record]) -> str | None:
         return None  # of another version; the page shows the text
 
 
+def _health(folder: Path, records: Sequence[Record]) -> str:
+    """List when each symptom began and was over."""
+    try:
+        health = Health(load_config(str(folder / "config.yaml")))
+    except ConfigError:
+        return ""
+    rows = [
+        f"<tr><td>step {record.policy_version}<td style='text-align: left'>{html.escape(line)}"
+        for record in records
+        for line in health.look(record)
+    ]
+    return f"<section><h2>Health</h2><table>{''.join(rows)}</table></section>" if rows else ""
+
+
 def _page(folder: Path) -> str:
     title, summary_path = folder.resolve().name, folder / "summary.json"
     records = read_records(folder / "metrics.jsonl")
@@ -114,6 +129,7 @@ def _page(folder: Path) -> str:
         [
             f"<h1>{html.escape(title)}</h1><p><span class=state>{html.escape(state)}</span>{link}</p>",
             f"<p>{html.escape(_bottleneck(folder, records) or '')}</p>",
+            _health(folder, records),
             f"<div class=facts>{_facts(train, _comparable(folder, records), summary)}</div>",
             f"<div class=charts>{''.join(_charts(train, evaluations))}</div>",
             f"<div class=below>{_ledger(train, summary)}<section>{_newest_numbers(train)}",

@@ -7,6 +7,7 @@
 - `record_file` appends lines to both files, and removes the lines after a checkpoint.
 - `summary` writes summary.json.
 - `progress` prints the state of a run on the terminal.
+- `health` says when a run does not learn, from the records.
 - `bound` names the half of a run that bounds the throughput.
 - `words` bounds the labels of counts by words from outside.
 - `logs` sets up the logs of a process.

@@ -47,12 +47,15 @@ class Progress:
         *,
         num_train_steps: int,
         eval_set: str = "",
+        health: Callable[[Record], list[str]] = lambda record: [],
         unsaved: Callable[[], str] = lambda: "a checkpoint could not be written",
     ) -> None:
-        """`eval_set`: the evaluation set in the line, if any. `unsaved` describes the last failed checkpoint."""
+        """`eval_set`: the evaluation set in the line, if any. `health` gives lines to say of the run's health after a
+        record. `unsaved` describes the last failed checkpoint.
+        """
         self._console = console
         self._unsaved = unsaved
-        self._num_train_steps = num_train_steps
+        self._num_train_steps, self._health = num_train_steps, health
         self._eval_set = eval_set
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._train: TrainRecord | None = None
@@ -114,11 +117,13 @@ class Progress:
         """Print the new records."""
         for record in records:
             num_failed = self._num_failed
-            self._keep(record)
+            lines = self._keep(record)
             if isinstance(record, EvalRecord):
                 self.say(evaluation_line(record))
             elif record.failed_checkpoints > num_failed:
                 self.warn(self._unsaved())
+            for line in lines:
+                self.warn(line)
         if self._train is None or not records:
             return
         if self._live is not None:
@@ -129,7 +134,8 @@ class Progress:
                 self._printed_s = time.monotonic()
                 self.say(self.line())
 
-    def _keep(self, record: Record) -> None:
+    def _keep(self, record: Record) -> list[str]:
+        """Take a record; return what to say of the run's health."""
         if isinstance(record, TrainRecord):
             if self._train is not None and record.policy_version <= self._train.policy_version:
                 self._forget(record.policy_version - 1)  # the learner restarted from an earlier version
@@ -137,6 +143,7 @@ class Progress:
             self._recent.append(record)
         elif record.name == self._eval_set:
             self._evals.append(record)
+        return self._health(record)
 
     def line(self) -> str:
         """Give the state as a line."""

@@ -258,6 +258,11 @@ class Offers:
         commands, self._commands = self._commands, []
         return commands
 
+    @property
+    def num_behind(self) -> int:
+        """Versions between the newest and that of the member with the oldest."""
+        return max([0, *(self.newest_version - member.policy_version for member in self.members.values())])
+
     def due_s(self) -> float:
         """Return the time of the next change without an event."""
         times = [offer.deadline_s for offer in self._offers.values()]

@@ -9,6 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from areal_rloo.config import load_config
+from areal_rloo.telemetry.health import Health
+from areal_rloo.telemetry.metrics import read_records
+
 
 def conditions(folder: Path) -> dict[str, bool]:
     """Return each condition of a run that learned, with the numbers of the run, and if it holds."""
@@ -17,6 +21,8 @@ def conditions(folder: Path) -> dict[str, bool]:
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
     spanning = max(record.get("spanning_share", 0.0) for record in records)
     ledger, staleness = summary["ledger"], summary["staleness"]
+    health = Health(load_config(str(folder / "config.yaml")))
+    lines = [line for record in read_records(folder / "metrics.jsonl") for line in health.look(record)]
     learner_idle, rollout_idle = idle_shares([record for record in records if record["kind"] == "train"])
     return {
         f"accuracy rose by 0.35 or more ({first:.3f} to {last:.3f})": last - first >= 0.35,
@@ -29,6 +35,7 @@ def conditions(folder: Path) -> dict[str, bool]:
         "generation and training overlapped, so the slower of the two idled less than 15 % "
         f"(learner {100 * learner_idle:.1f} %, rollouts {100 * rollout_idle:.1f} %)": min(learner_idle, rollout_idle)
         < 0.15,
+        f"no symptom of ill health ({'; '.join(lines) or 'none'})": not lines,
         f"it ended by itself ({summary['exit_reason']})": summary["exit_reason"] == "completed",
     }
 

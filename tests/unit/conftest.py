@@ -84,6 +84,7 @@ STEP_NUMBERS: dict[str, Any] = {
     "generated_tokens_per_s": 75.0,
     "trained_tokens_per_s": 50.0,
     "num_workers": 2,
+    "weights_behind": 1,
     "filtered_prompts": 0,
     "truncated_prompts": 0,
 }

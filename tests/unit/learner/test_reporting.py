@@ -8,11 +8,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 from support.train_steps import ragged_groups, spied_step, step_config
 
+from areal_rloo.config import load_config
 from areal_rloo.decoding import from_msgpack
 from areal_rloo.intake.intake import IntakeStatistics
 from areal_rloo.learner.checkpoint import Checkpoints
 from areal_rloo.learner.reporting import Reporter
 from areal_rloo.learner.state import Totals
+from areal_rloo.telemetry.health import Health
 from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, read_records
 from areal_rloo.telemetry.records import LedgerCounts, TrainRecord
 
@@ -28,7 +30,8 @@ def test_a_rate_counts_the_tokens_since_the_previous_record(
     reporter = Reporter(
         file=file,
         metrics=LearnerMetrics(CollectorRegistry()),
-        evaluations=[],
+        health=Health(load_config("quickstart.yaml")),
+        records=(),
         totals=Totals(generated_tokens=before),
         checkpoints=Checkpoints(tmp_path, keep=1),
         num_workers=1,
@@ -37,6 +40,7 @@ def test_a_rate_counts_the_tokens_since_the_previous_record(
     statistics = IntakeStatistics(
         ledger=ledger_counts,
         num_workers=1,
+        num_behind=0,
         rollout_idle_s=0.0,
         generated_tokens=0,
         rollout_busy_s=0.0,
@@ -62,7 +66,8 @@ def test_totals_stay_within_what_a_checkpoint_can_hold(tmp_path: Path, ledger_co
     reporter = Reporter(
         file=file,
         metrics=LearnerMetrics(CollectorRegistry()),
-        evaluations=[],
+        health=Health(load_config("quickstart.yaml")),
+        records=(),
         totals=Totals(generated_tokens=2**53 - 1, rollout_idle_s=1e12, rollout_busy_s=1e12, decoding_s=1e12),
         checkpoints=Checkpoints(tmp_path, keep=1),
         num_workers=1,
@@ -72,6 +77,7 @@ def test_totals_stay_within_what_a_checkpoint_can_hold(tmp_path: Path, ledger_co
         IntakeStatistics(
             ledger=ledger_counts,
             num_workers=1,
+            num_behind=0,
             rollout_idle_s=1e12,
             generated_tokens=2**53,
             rollout_busy_s=1e12,
