@@ -122,6 +122,7 @@ class AlgorithmConfig(Section, frozen=True):
     drop_groups_of_one: bool = True
     min_reward_std: NonNegative = 0.0  # drop and replace groups with less (dynamic sampling)
     group_filter: str | None = None  # module:function or file.py:function; takes a Group, returns True to keep
+    max_filtered_batches: Natural = 10  # end the run if both refuse as many groups in place of a batch; 0: never
     rewards: RewardsConfig = RewardsConfig()
     reward_norm: NormConfig = NormConfig()
     returns: Literal["trajectory", "token"] = "trajectory"  # token: each token gets the sum of later rewards

@@ -163,6 +163,7 @@ _RULES: dict[str, Rule] = {
     **_allowed("algorithm", "stale_tokens", _FITTED),
     **_allowed("algorithm", "drop_groups_of_one", _BUFFERED),
     **_allowed("algorithm", "min_reward_std group_filter", "complete groups are not filtered again"),
+    **_allowed("algorithm", "max_filtered_batches", "the count begins anew"),
     **_allowed("algorithm.rewards", "bias scale clip truncated_penalty missing_eos_penalty", _BUFFERED),
     **_allowed("algorithm.rewards", "overlong_tokens overlong_penalty mask_truncated", _BUFFERED),
     **_allowed("algorithm.reward_norm", _NORM, _BUFFERED),
@@ -199,7 +200,7 @@ _RULES: dict[str, Rule] = {
     **_allowed("checkpoint", "partial_rollouts", "a later resume goes on with unfinished samples, or begins them anew"),
     **_exact("evaluation", "every_n_versions"),
     **_allowed("evaluation", "max_new_tokens", _EVALUATED),
-    **_exact("telemetry", "metrics_port metrics_host log_level progress trajectories_per_step"),
+    **_exact("telemetry", "metrics_port metrics_host targets_folder log_level progress trajectories_per_step"),
     **_allowed("launcher", "num_hosts cores_per_host gpus_per_host", _ROUNDING),  # as the numbers of threads and GPUs
     **_exact("launcher", "memory_per_host memory_per_gpu max_restarts max_learner_restarts"),
     **_exact("launcher", "drain_timeout_s hang_timeout_s place_timeout_s min_free_disk_bytes"),

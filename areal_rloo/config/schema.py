@@ -135,6 +135,7 @@ class EvaluationConfig(Section, frozen=True):
 class TelemetryConfig(Section, frozen=True):
     metrics_port: Port = 0  # of the learner; workers use the next ports; 0: free ports, named in the logs
     metrics_host: str = "127.0.0.1"  # address of /metrics; 0.0.0.0 for a Prometheus on another machine
+    targets_folder: str | None = "runs/targets"  # each process writes a file with the port for Prometheus here
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     progress: bool = True
     # Recorded in trajectories.jsonl (about 25 bytes a token), besides the last 256 dropped trajectories. 0: no record.

@@ -84,7 +84,7 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: Annotated[int, Metric("Prompt tokens found in the cache", "tokens", "counter")] = 0
     decode_steps: Annotated[int, Metric("Steps of the decode loop", kind="counter")]
     weight_updates: Annotated[int, Metric("Versions this worker took", kind="counter")]
-    idle_s: Annotated[float, Metric("Time without a request to run", "s", "counter", healthy=(0, 0.2))]
+    idle_s: Annotated[float, Metric("Time without a request to run", "s", "counter", healthy=(0, 0.5))]
     busy_s: Annotated[float, Metric("Time with a completion being decoded", "s", "counter")] = 0.0
     decoding_s: Annotated[float, Metric("Time in decoding, summed over completions", "s", "counter")] = 0.0
     swap_s: Annotated[float, Metric("Time decoding stood still to take weights", "s", "counter")]

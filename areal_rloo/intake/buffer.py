@@ -9,19 +9,15 @@ place.
 from __future__ import annotations
 
 import functools
-import statistics
 from collections import Counter
 from collections.abc import Callable
 
 from areal_rloo.algorithm.staleness import must_wait, within_bound
 from areal_rloo.config import Config
-from areal_rloo.errors import UserError, raised
+from areal_rloo.intake.group_filter import Filter
 from areal_rloo.intake.ledger import Ledger, LedgerGroup
 from areal_rloo.intake.queues import GroupQueue
-from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Group
-
-logger = get_logger(__name__)
 
 
 class Buffer:
@@ -39,8 +35,8 @@ class Buffer:
         self._algorithm = config.algorithm
         self._groups_per_step = config.learner.groups_per_step
         self._give_back = give_back  # called with epoch and item index of a prompt to lease again
-        self._group_filter = group_filter  # returns False for a group to drop (user code, called on the intake's loop)
-        self._filter_errors_in_a_row = 0
+        filters = group_filter is not None or self._algorithm.min_reward_std > 0
+        self._filter = Filter(config, group_filter) if filters else None
         self._taken: list[int] = []  # groups in training
         self._ready = GroupQueue()  # complete groups, with something fresh at this version
         self._policy_version = 0
@@ -55,18 +51,18 @@ class Buffer:
         """Drop a complete group that is too small for a baseline, or not worth training on; else keep the group ready.
 
         Raises:
-            UserError: `group_filter` raised for `groups_per_step` groups in a row.
+            UserError: too many groups were not worth training on.
         """
         if not group.complete:
             return
         if len(group.samples) < self._algorithm.least_group:
             self._ledger.drop_group(group.group_id, "group_too_small")
             return
-        rewards = [sample.reward for sample in group.group.samples]
-        if self._algorithm.min_reward_std > 0 and statistics.pstdev(rewards) < self._algorithm.min_reward_std:
-            self._ledger.drop_group(group.group_id, "low_reward_std")
-        elif self._group_filter is None or self._keeps(group, self._group_filter):
+        if self._filter is None or (reason := self._filter.refusal(group.group)) is None:
             self._new.append(group)
+        else:
+            self._ledger.drop_group(group.group_id, reason)
+            self._filter.check()
 
     def take(self, policy_version: int, *, last: bool) -> list[Group] | None:
         """Take the batch for the step at this version; None while the batch is not complete.
@@ -83,6 +79,8 @@ class Buffer:
             policy_version=policy_version, groups_per_step=self._groups_per_step, num_left=self._num_left(wanted)
         ):
             return None
+        if self._filter is not None:
+            self._filter.batch_taken()
         taken = [self._ready.pop() for _ in range(wanted)]
         self._taken = sorted(group.group_id for group in taken)  # the batch must not depend on the order of arrival
         return [self._ledger.begin_training(group_id) for group_id in self._taken]
@@ -116,22 +114,6 @@ class Buffer:
             left[due] -= taken
             num_taken -= taken
         return left
-
-    def _keeps(self, group: LedgerGroup, group_filter: Callable[[Group], bool]) -> bool:
-        try:
-            keep = bool(group_filter(group.group))
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            # A single bad group must not end the run; a filter with constant errors would starve the learner.
-            self._filter_errors_in_a_row += 1
-            logger.exception("algorithm.group_filter raised on group %d: the group is dropped", group.group_id)
-            self._ledger.drop_group(group.group_id, "group_filter_error")
-            if self._filter_errors_in_a_row >= self._groups_per_step:
-                raise UserError(f"algorithm.group_filter: {raised(error)}") from error
-            return False
-        self._filter_errors_in_a_row = 0
-        if not keep:
-            self._ledger.drop_group(group.group_id, "group_filter")
-        return keep
 
     def _keeps_fresh(self, group: LedgerGroup, policy_version: int) -> bool:
         """Drop late samples under `stale_tokens: drop`; drop a group with too few samples or without a fresh token.

@@ -40,10 +40,11 @@ _LATE_S = 0.25  # of messages that a process sent before its end
 
 
 class FleetStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts since the start of the learner."""
+    """The workers now, and counts since the start of the learner."""
 
     metrics_prefix: ClassVar[str] = "fleet_"
 
+    num_workers: Annotated[int, Metric("Rollout workers alive", healthy=(1, math.inf))]
     refused_workers: Annotated[
         dict[str, int],
         Metric("Hellos refused: too many workers, or a name of another process", kind="counter", label="reason"),
@@ -116,7 +117,7 @@ class Worker:
         return self.disconnected_s is None or self.last_heard_s > self.disconnected_s + late_s
 
     def silent_until_s(self, wire: WireConfig) -> float:
-        """Return until when silence is no death: a process that lost only its connection is heard again soon."""
+        """Return until when silence is no death: a process without a connection is heard again soon."""
         if self.disconnected_s is None or self.is_connected(wire):
             return self.last_heard_s + wire.heartbeat_timeout_s
         return min(self.last_heard_s + wire.heartbeat_timeout_s, self.disconnected_s + 2 * wire.heartbeat_s)
@@ -231,7 +232,9 @@ class Fleet:
         return None
 
     def statistics(self) -> FleetStatistics:
-        return FleetStatistics(refused_workers=dict(self._refused), set_aside=self._num_set_aside)
+        return FleetStatistics(
+            num_workers=len(self.alive), refused_workers=dict(self._refused), set_aside=self._num_set_aside
+        )
 
     def release(self, worker: Worker, duty: Duty) -> None:
         """Remove a duty of a worker; ignore the duties of others."""

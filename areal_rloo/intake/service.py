@@ -280,7 +280,7 @@ class IntakeService:
             now_s = time.monotonic()
             if now_s >= warn_s:  # by time alone: messages may arrive although no group survives
                 warn_s = now_s + _WAIT_LOG_S
-                logger.warning("%.0f s without progress on %s: %s", now_s - began_s, name, self._intake.describe(now_s))
+                logger.warning("waits for %s, %.0f s so far: %s", name, now_s - began_s, self._intake.describe(now_s))
 
     async def _stop_workers(self, timeout_s: float) -> None:
         self._apply(self._intake.stop())

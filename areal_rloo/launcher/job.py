@@ -23,7 +23,7 @@ from areal_rloo.decoding import from_json
 from areal_rloo.errors import DecodeError, PreflightError, UserError
 from areal_rloo.files import read_regular, remove_abandoned
 from areal_rloo.launcher.fleet import Fleet, Room
-from areal_rloo.launcher.learner_log import LearnerLog
+from areal_rloo.launcher.learner_log import LearnerLog, Silence
 from areal_rloo.launcher.placement import Placement
 from areal_rloo.launcher.plan import JobRequest, Plan, plan_run
 from areal_rloo.launcher.ranks import LearnerRanks
@@ -43,6 +43,7 @@ from areal_rloo.telemetry.summary import (
     restore_earlier_summary,
     summarize_killed,
 )
+from areal_rloo.telemetry.targets import Targets
 from areal_rloo.telemetry.trajectories import FILE_NAME
 
 logger = get_logger(__name__)
@@ -103,9 +104,8 @@ class Job:
         )
         self._supervisor = Supervisor(starter, request.folder / "logs", goodbye_s=goodbye_s, say=self._progress.warn)
         log = request.folder / "logs" / "learner.log"
-        self._learner_log = LearnerLog(
-            log, self._progress.warn, worker=self._words_of_a_worker, resumed=self._progress.go_back
-        )
+        self._learner_log = LearnerLog(log, self._progress.warn, resumed=self._progress.go_back)
+        self._silence = Silence(self._progress.warn, log=self._learner_log, path=log, worker=self._words_of_a_worker)
         self._signals = signals
         self._drain_ends_s: float | None = None
         self._disk_told = 0  # 1: of little room, 2: of no room
@@ -116,6 +116,7 @@ class Job:
         """Run to the end; give the exit code."""
         progress = self._progress
         progress.say(f"run folder: {self._folder}")
+        code = 1
         grace_s = self._config.launcher.drain_timeout_s  # after an exception, the learner may still save a checkpoint
         try:
             with progress:
@@ -127,6 +128,8 @@ class Job:
             raise
         finally:
             self._supervisor.stop_all(grace_s)
+            if code == 0:  # else Prometheus still asks for the processes, and the alarm goes on
+                Targets(self._config, self._folder).remove()
             remove_abandoned()  # the shared memory of a killed learner
             restored = restore_earlier_summary(self._folder)
         if isinstance(prepared, int):
@@ -278,7 +281,10 @@ class Job:
         try:
             self._learner_log.look()  # first: a resume from an earlier version takes back records
             if shows:
-                self._progress.show(tail.read())
+                records = tail.read()
+                self._progress.show(records)
+                if self._drain_ends_s is None:
+                    self._silence.look(len(records))
             else:
                 self._recall(tail)
             self._supervisor.shorten_logs()

@@ -1,4 +1,4 @@
-"""Tell the user of long waits for a batch, and of the first step of a resume, from the learner's log.
+"""Tell the user of a run without progress, and of the first step of a resume, with the words of the learner's log.
 
 Runs on the launcher's main thread.
 """
@@ -6,39 +6,35 @@ Runs on the launcher's main thread.
 from __future__ import annotations
 
 import re
+import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-_FIRST_S = 60.0
-_MOST_BYTES = 64 * 1024  # of a look; in more records, an older wait is not worth a line
+_MOST_BYTES = 64 * 1024  # of a look; in more records, an older one is not worth a line
+_RECORD = re.compile(r"^\S+ +\w+ +\S+ +(?P<module>\w+): (?P<text>.*)", re.MULTILINE)
+_RESUMES = ("checkpoint", "resuming")  # modules
+_RESUME = re.compile(r"resume: (?:from step (?P<version>\d+)|\d+ of )")
+_WAITS = "waits for "
 _NOBODY = "no rollout worker is connected"
-_WAIT = r"WARNING +\S+ +service: (?P<wait>(?P<waited_s>\d+) s without progress on the next batch: .*)"
-_RESUME = r"\w+ +\S+ +(?:checkpoint|resuming): (?P<resume>resume: (?:from step (?P<version>\d+)|\d+ of ).*)"
-_TOLD = re.compile(rf"^\S+ +(?:{_WAIT}|{_RESUME})", re.MULTILINE)
+_EVERY_S = 30.0
+_SLOW = 3.0  # times the longest of the last train steps
+_STEPS = 10
 
 
 class LearnerLog:
-    """The records for the user in the learner's log.
-
-    Each line about a wait needs twice the wait of the line before: slow generation has long waits, too.
-    """
+    """The records for the user in the learner's log."""
 
     def __init__(
-        self,
-        log: Path,
-        say: Callable[[str], None],
-        *,
-        worker: Callable[[], str] = lambda: "",
-        resumed: Callable[[int], None] = lambda version: None,
+        self, log: Path, say: Callable[[str], None], *, resumed: Callable[[int], None] = lambda version: None
     ) -> None:
         """Begin at the end of the log, which may have records of an earlier launcher.
 
-        `worker` gives the last words of a rollout worker, for a wait without any connected worker. `resumed` gets the
-        version of the checkpoint of a resume.
+        `resumed` gets the version of the checkpoint of a resume.
         """
-        self._log, self._say, self._worker, self._resumed = log, say, worker, resumed
-        self._least_s = _FIRST_S
+        self._log, self._say, self._resumed = log, say, resumed
         self._position = log.stat().st_size if log.exists() else 0
+        self.wait = self.newest = ""  # records: the newest about a wait, and the newest of all
 
     def look(self) -> None:
         """Read the records since the last look.
@@ -53,12 +49,42 @@ class LearnerLog:
             file.seek(begin)
             whole, newline, _ = file.read().rpartition(b"\n")
         self._position = begin + len(whole + newline)
-        for found in _TOLD.finditer(whole.decode(errors="replace")):
-            if found["resume"] is not None:
-                self._say(found["resume"])
-                if found["version"] is not None:
-                    self._resumed(int(found["version"]))
-            elif float(found["waited_s"]) >= self._least_s:
-                self._least_s = 2 * float(found["waited_s"])
-                words = self._worker() if _NOBODY in found["wait"] else ""
-                self._say(f"{found['wait']} ({self._log}){'; ' if words else ''}{words}")
+        for found in _RECORD.finditer(whole.decode(errors="replace")):
+            self.newest = found["text"]
+            self.wait = found["text"] if found["text"].startswith(_WAITS) else self.wait
+            if found["module"] in _RESUMES and (resume := _RESUME.match(found["text"])) is not None:
+                self._say(found["text"])
+                if resume["version"] is not None:
+                    self._resumed(int(resume["version"]))
+
+
+class Silence:
+    """Says every 30 s how long no record has come, once this takes longer than usual in this run."""
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        *,
+        log: LearnerLog,
+        path: Path,
+        worker: Callable[[], str] = lambda: "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`path`: of the log, for the user. `worker` gives the last words of a worker, for a learner without any."""
+        self._say, self._log, self._path, self._worker, self._clock = say, log, path, worker, clock
+        self._waits_s: deque[float] = deque(maxlen=_STEPS)  # for the last records
+        self._heard_s = self._said_s = clock()
+
+    def look(self, num_records: int) -> None:
+        """Take the number of records since the last look."""
+        now_s = self._clock()
+        waited_s = now_s - self._heard_s
+        if num_records:
+            self._waits_s.extend([waited_s / num_records] * min(num_records, _STEPS))
+            self._heard_s, self._said_s, self._log.wait = now_s, now_s, ""
+        elif waited_s >= _SLOW * max(self._waits_s, default=0.0) and now_s - self._said_s >= _EVERY_S:
+            self._said_s = now_s
+            words = self._log.wait or self._log.newest or "the log is empty"
+            worker = self._worker() if _NOBODY in words else ""
+            said = f"no train step for {waited_s:.0f} s; the learner says: {words} ({self._path})"
+            self._say("; ".join(filter(None, [said, worker])))

@@ -42,7 +42,7 @@ from areal_rloo.learner.loop import Learner
 from areal_rloo.learner.parallel.ranks import RankLostError, Ranks
 from areal_rloo.learner.rank import LearnerRank
 from areal_rloo.learner.recording import Recorder
-from areal_rloo.learner.reporting import Reporter, records_so_far
+from areal_rloo.learner.reporting import PaceStatistics, Reporter, records_so_far
 from areal_rloo.learner.resuming import check_model, newest_checkpoint, restored_ledger
 from areal_rloo.learner.state import Totals
 from areal_rloo.learner.stretches import begin_stretch
@@ -57,11 +57,12 @@ from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.tasks.tools import tool_schemas
 from areal_rloo.telemetry.health import Health, HealthStatistics
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
-from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, watch
+from areal_rloo.telemetry.metrics import MetricsFile, watch
 from areal_rloo.telemetry.record_file import cut_records
 from areal_rloo.telemetry.scrapes import serve_metrics
 from areal_rloo.telemetry.stacks import show_on_signal
 from areal_rloo.telemetry.summary import SUMMARY_NAME, forget_earlier_summary
+from areal_rloo.telemetry.targets import Targets
 from areal_rloo.telemetry.trajectories import FILE_NAME
 from areal_rloo.telemetry.watchdog import Watchdog, WatchdogStatistics
 from areal_rloo.waiting import exit_despite_calls
@@ -193,7 +194,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
     )
     service = IntakeService(intake, broadcaster, _channel(config, arguments), heartbeat_s=config.wire.heartbeat_s)
     watchdog = Watchdog()
-    _serve_metrics(config, arguments.metrics_port, registry, service, broadcaster, watchdog)
+    _serve_metrics(config, arguments, registry, service, broadcaster, watchdog)
     _drain_on_signals(service, config.launcher.drain_timeout_s + _LAUNCHER_FIRST_S)
     learner = Learner(
         config=config,
@@ -215,7 +216,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
 
 def _serve_metrics(
     config: Config,
-    port: int,
+    arguments: Arguments,
     registry: CollectorRegistry,
     service: IntakeService,
     broadcaster: Broadcaster,
@@ -226,8 +227,9 @@ def _serve_metrics(
     watch(registry, FleetStatistics, lambda: service.call(service.fleet.statistics, timeout_s=_SCRAPE_S))
     watch(registry, BroadcastStatistics, lambda: service.call(broadcaster.statistics, timeout_s=_SCRAPE_S))
     watch(registry, WatchdogStatistics, watchdog.statistics)
-    port, _ = serve_metrics(registry, port, address=config.telemetry.metrics_host)
+    port, _ = serve_metrics(registry, arguments.metrics_port, address=config.telemetry.metrics_host)
     logger.info("metrics on http://%s:%d/metrics", config.telemetry.metrics_host, port)
+    Targets(config, arguments.run_folder).add("learner", port)
 
 
 def _lead(learner: Learner, arguments: Arguments) -> None:
@@ -298,15 +300,17 @@ def _reporter(
     path, health = folder / "metrics.jsonl", Health(config)
     cut_records(path, version)
     watch(registry, HealthStatistics, health.statistics)
-    return Reporter(
+    reporter = Reporter(
         file=MetricsFile(path),
-        metrics=LearnerMetrics(registry),
+        registry=registry,
         health=health,
         records=records_so_far(path),
         totals=totals,
         checkpoints=checkpoints,
         num_workers=config.rollout.num_workers,
     )
+    watch(registry, PaceStatistics, reporter.pace)
+    return reporter
 
 
 def _recorder(config: Config, folder: Path, tokenizer: PreTrainedTokenizerBase, policy_version: int) -> Recorder:

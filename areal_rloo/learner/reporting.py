@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import InitVar, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
+from prometheus_client import CollectorRegistry
 
 from areal_rloo.errors import DataError
 from areal_rloo.intake.intake import IntakeStatistics
@@ -26,6 +28,7 @@ from areal_rloo.learner.state import Totals
 from areal_rloo.learner.train_step import StepResult
 from areal_rloo.telemetry.health import Health
 from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.metric import Metric
 from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, read_records
 from areal_rloo.telemetry.progress import evaluation_line
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
@@ -40,7 +43,18 @@ _TOTALS = (
     *("wall_s", "skipped_steps", "failed_checkpoints", "learner_idle_s", "rollout_idle_s", "rollout_busy_s"),
     *("decoding_s", "generated_tokens"),
 )
+_LAST_STEPS = 10
+_FIRST_STEP_S = 360.0  # assumed before the first step, which loads and compiles
 _MOST_PARTS = 200  # labels of reward parts: workers send them
+
+
+class PaceStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """When the last train step ended, and how long one takes: for the alarm about a run that stands still."""
+
+    metrics_prefix: ClassVar[str] = ""
+
+    last_train_step_timestamp_s: Annotated[float, Metric("Time of the last train step, or of the start", "s")]
+    long_train_step_s: Annotated[float, Metric("Longest of the last 10 train steps and the waits before them", "s")]
 
 
 def records_so_far(path: Path) -> list[Record]:
@@ -57,18 +71,21 @@ class Reporter:
     """Writes the records of a run and adds up the totals."""
 
     file: MetricsFile
-    metrics: LearnerMetrics
+    registry: InitVar[CollectorRegistry]  # serves the newest records
     health: Health
     records: InitVar[Sequence[Record]]  # of the run so far, before a restart
     totals: Totals  # sums over the whole run, restarts included; checkpoints keep them
     checkpoints: Checkpoints
     num_workers: int
 
-    def __post_init__(self, records: Sequence[Record]) -> None:
+    def __post_init__(self, registry: CollectorRegistry, records: Sequence[Record]) -> None:
         for record in records:
             self.health.look(record)
+        steps = [record for record in records if isinstance(record, TrainRecord)]
+        self.metrics = LearnerMetrics(registry, steps[-1] if steps else None)
         self.evaluations = [record for record in records if isinstance(record, EvalRecord)]
         self._looking = threading.Lock()
+        self._stepped, self._steps_s = datetime.now(UTC), deque([_FIRST_STEP_S], maxlen=_LAST_STEPS)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="metrics")
         self._before = msgspec.structs.replace(self.totals)
         self._first_step: IntakeStatistics | None = None
@@ -131,7 +148,15 @@ class Reporter:
         )
         self._append(record).result()
         self.metrics.train_step(record)
+        self._stepped = datetime.now(UTC)
+        self._steps_s.append(elapsed_s)
         self._look(record)
+
+    def pace(self) -> PaceStatistics:
+        """Return the pace of the run; safe on any thread."""
+        return PaceStatistics(
+            last_train_step_timestamp_s=self._stepped.timestamp(), long_train_step_s=max(self._steps_s.copy())
+        )
 
     def update_totals(self, statistics: IntakeStatistics) -> None:
         """Bring the totals up to this moment."""

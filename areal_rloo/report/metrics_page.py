@@ -11,6 +11,7 @@ from areal_rloo.engines.base import EngineStatistics
 from areal_rloo.engines.server import ServerStatistics
 from areal_rloo.intake.fleet import FleetStatistics
 from areal_rloo.intake.lies import LieStatistics
+from areal_rloo.learner.reporting import PaceStatistics
 from areal_rloo.rewards.scoring import RewardStatistics
 from areal_rloo.rollout.protocol import ProtocolStatistics
 from areal_rloo.telemetry.health import HealthStatistics
@@ -27,6 +28,7 @@ SERVED: tuple[tuple[str, type[Measured]], ...] = (
     ("Each train step (learner, metrics.jsonl)", TrainRecord),
     ("Each evaluation (learner, metrics.jsonl)", EvalRecord),
     ("Health (learner)", HealthStatistics),
+    ("Pace (learner)", PaceStatistics),
     ("Refused answers (learner)", LieStatistics),
     ("Refused workers (learner)", FleetStatistics),
     ("Turns on shared devices (learner)", TurnStatistics),

@@ -25,7 +25,7 @@ from areal_rloo.decoding import from_json
 from areal_rloo.errors import DataError, DecodeError
 from areal_rloo.files import open_regular
 from areal_rloo.telemetry.logs import get_logger
-from areal_rloo.telemetry.metric import Measured, Metric, Samples, Values, declared_metrics, read_samples
+from areal_rloo.telemetry.metric import Declared, Measured, Metric, Samples, Values, declared_metrics, read_samples
 from areal_rloo.telemetry.record_file import RecordFile
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 
@@ -35,8 +35,9 @@ logger = get_logger(__name__)
 class LearnerMetrics:
     """Serves the numbers of the learner's newest records."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._train = _Served(TrainRecord)
+    def __init__(self, registry: CollectorRegistry, last: TrainRecord | None = None) -> None:
+        """`last`: the record before a resume. Counters begin at 0 then, as Prometheus expects of a new process."""
+        self._train = _Served(TrainRecord, base=None if last is None else read_samples(last))
         self._evaluation = _Served(EvalRecord)
         registry.register(self._train)
         registry.register(self._evaluation)
@@ -146,9 +147,12 @@ def read_records(path: Path) -> list[Record]:
 class _Served(Collector):
     """Serves the newest values of a struct's metrics; a counter never goes back."""
 
-    def __init__(self, struct: type[Measured], read: Callable[[], Measured] | None = None) -> None:
+    def __init__(
+        self, struct: type[Measured], read: Callable[[], Measured] | None = None, *, base: Samples | None = None
+    ) -> None:
         self._declared = declared_metrics(struct)
         self._read = read
+        self._base = base or {}
         self._values: Samples = {
             declared.name: {} if declared.labels or declared.metric.keeps else {(): 0.0} for declared in self._declared
         }
@@ -157,9 +161,16 @@ class _Served(Collector):
         """Serve these values from now on. Scrapes on other threads see all of them or none."""
         newest = read_samples(instance)
         self._values = {
-            declared.name: _merged(declared.metric, self._values[declared.name], newest[declared.name])
+            declared.name: _merged(declared.metric, self._values[declared.name], self._counted(declared, newest))
             for declared in self._declared
         }
+
+    def _counted(self, declared: Declared, newest: Samples) -> Values:
+        """Take the values of a counter at the start from the newest values."""
+        if declared.metric.kind != "counter" or declared.name not in self._base:
+            return newest[declared.name]
+        base = self._base[declared.name]
+        return {labels: max(0.0, value - base.get(labels, 0.0)) for labels, value in newest[declared.name].items()}
 
     def collect(self) -> Iterator[PrometheusMetric]:
         if self._read is not None:

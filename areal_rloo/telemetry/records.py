@@ -7,7 +7,6 @@ docs/metrics.md follow from the declaration.
 
 from __future__ import annotations
 
-from math import inf
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -165,7 +164,7 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     ]
     rollout_busy_s: Annotated[float, Metric("Time with a completion being decoded, all workers", "s", "counter")]
     decoding_s: Annotated[float, Metric("Time in decoding, summed over completions", "s", "counter")]
-    num_workers: Annotated[int, Metric("Rollout workers alive", healthy=(1, inf))]
+    num_workers: Annotated[int, Metric("Rollout workers alive at the end of the step")]
     weights_behind: Annotated[int, Metric("Versions between the newest and the worker's with the oldest", "versions")]
     filtered_prompts: Annotated[int, Metric("Prompts left out because of their length", kind="counter")]
     truncated_prompts: Annotated[int, Metric("Prompts cut to their end, since this process began", kind="counter")]

@@ -287,7 +287,7 @@ def _ours(command: Sequence[str]) -> list[str] | None:
 
 # How many words a program and its subcommand are; what it can do it says itself.
 SUBCOMMANDS = {"ray": 2, "kubectl": 2, "docker": 2, "scancel": 1, "scontrol": 1, "enroot": 2, "apptainer": 2}
-SUBCOMMANDS |= {"chronyc": 1, "iperf3": 1, "all_reduce_perf": 1}
+SUBCOMMANDS |= {"prometheus": 1, "chronyc": 1, "iperf3": 1, "all_reduce_perf": 1}
 
 
 @pytest.mark.parametrize("command", _commands(), ids=shlex.join)

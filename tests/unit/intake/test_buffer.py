@@ -97,6 +97,35 @@ def test_a_raising_filter_drops_the_group_and_ends_the_run_if_persistent() -> No
         bench.complete(1.0, 0.0)
 
 
+@pytest.mark.parametrize("by_function", [False, True])
+def test_a_run_ends_after_batches_of_refused_groups_in_place_of_one(by_function: bool) -> None:
+    """A reward that never differs would make the learner wait for ever."""
+    differ: Callable[[Group], bool] = lambda group: len({sample.reward for sample in group.samples}) > 1  # noqa: E731
+    options = {"group_filter": differ} if by_function else {"min_reward_std": 0.1}
+    bench = _Bench(**options, max_filtered_batches=2)
+    for _ in range(2):
+        for _ in range(5):
+            bench.complete(0.0, 0.0)
+        for _ in range(GROUPS_PER_STEP):
+            bench.complete(0.0, 1.0)
+        assert bench.buffer.take(0, last=False) is not None
+        bench.buffer.trained()
+    for _ in range(5):
+        bench.complete(1.0, 1.0)
+    key = "algorithm.group_filter" if by_function else "algorithm.min_reward_std=0.1"
+    expected = f"{key}: 6 groups were refused since the last batch, which reaches algorithm.max_filtered_batches=2; "
+    with pytest.raises(UserError, match=f"^{re.escape(expected)}"):
+        bench.complete(1.0, 1.0)
+    assert sum(bench.dropped().values()) == 2 * 16
+
+
+def test_without_a_limit_every_group_can_be_refused() -> None:
+    bench = _Bench(min_reward_std=0.1, max_filtered_batches=0)
+    for _ in range(100):
+        bench.complete(0.0, 0.0)
+    assert bench.dropped() == {"low_reward_std": 200}
+
+
 def test_a_filter_that_exits_drops_the_group_and_later_fails_the_run() -> None:
     def keep(group: Group) -> bool:
         sys.exit(0)

@@ -90,13 +90,17 @@ def test_a_mistake_found_by_the_warm_start_is_the_mistake_of_the_user(tmp_path: 
         _job(tmp_path, 2, "error: model.tiny: no\n").run()
 
 
-def test_a_long_wait_for_a_batch_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_train_step_says_who_waits_for_whom(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_rloo.launcher.learner_log._EVERY_S", 0.0)
     job = _job(tmp_path, 0, "")
-    words = "60 s without progress on the next batch: 0 groups ready; samples dropped so far: 8 group_filter"
+    words = "waits for the next batch, 60 s so far: 0 groups ready; samples dropped so far: 8 group_filter"
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "learner.log").write_text(f"2026-01-02T03:04:05.006Z WARNING learner service: {words}\n")
     job._look_around(RecordTail(tmp_path / "metrics.jsonl"))
-    assert f"{words} ({tmp_path / 'logs' / 'learner.log'})\n" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert f"no train step for 0 s; the learner says: {words} ({tmp_path / 'logs' / 'learner.log'})\n" in said
 
 
 @pytest.mark.parametrize(("num_prompts", "shown"), [(200, "eval 0.625@v4"), (8, "eval -")])

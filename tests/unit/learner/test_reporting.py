@@ -15,7 +15,7 @@ from areal_rloo.learner.checkpoint import Checkpoints
 from areal_rloo.learner.reporting import Reporter
 from areal_rloo.learner.state import Totals
 from areal_rloo.telemetry.health import Health
-from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, read_records
+from areal_rloo.telemetry.metrics import MetricsFile, read_records
 from areal_rloo.telemetry.records import LedgerCounts, TrainRecord
 
 
@@ -29,7 +29,7 @@ def test_a_rate_counts_the_tokens_since_the_previous_record(
     file = MetricsFile(tmp_path / "metrics.jsonl")
     reporter = Reporter(
         file=file,
-        metrics=LearnerMetrics(CollectorRegistry()),
+        registry=CollectorRegistry(),
         health=Health(load_config("quickstart.yaml")),
         records=(),
         totals=Totals(generated_tokens=before),
@@ -65,7 +65,7 @@ def test_totals_stay_within_what_a_checkpoint_can_hold(tmp_path: Path, ledger_co
     file = MetricsFile(tmp_path / "metrics.jsonl")
     reporter = Reporter(
         file=file,
-        metrics=LearnerMetrics(CollectorRegistry()),
+        registry=CollectorRegistry(),
         health=Health(load_config("quickstart.yaml")),
         records=(),
         totals=Totals(generated_tokens=2**53 - 1, rollout_idle_s=1e12, rollout_busy_s=1e12, decoding_s=1e12),

@@ -1,0 +1,56 @@
+"""Tell Prometheus where the processes of a run serve /metrics: a file for each, which `file_sd_configs` reads.
+
+A process writes its file when it serves, and removes the file when it ends well. The file of a crashed process stays,
+so Prometheus finds the target down. All runs share a folder, because Prometheus accepts a pattern for file names alone.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import zlib
+from pathlib import Path
+
+from areal_rloo.config import Config
+from areal_rloo.files import write_atomically
+from areal_rloo.telemetry.logs import get_logger
+
+logger = get_logger(__name__)
+
+_EVERYWHERE = ("0.0.0.0", "::")
+
+
+class Targets:
+    """The files of a run."""
+
+    def __init__(self, config: Config, run_folder: Path) -> None:
+        """No file is written if `targets_folder` is null."""
+        folder, self._host = config.telemetry.targets_folder, config.telemetry.metrics_host
+        self._folder, self._run = None if folder is None else Path(folder), run_folder.resolve()
+        self._prefix = f"{self._run.name}-{zlib.crc32(bytes(self._run)):08x}."  # folders can have equal names
+
+    def add(self, process: str, port: int) -> None:
+        """Write the file of a process; a disk without room costs the file alone."""
+        host = socket.gethostname() if self._host in _EVERYWHERE else self._host
+        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        entry = {"targets": [target], "labels": {"run": self._run.name, "process": process}}
+        if self._folder is None:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._folder / f"{self._prefix}{process}.json", json.dumps([entry]).encode())
+        except OSError as error:
+            logger.warning("Prometheus does not find this process: %s; set telemetry.targets_folder", error)
+
+    def remove(self, process: str = "*") -> None:
+        """Remove the file of a process that has ended well; by default those of all processes of the run."""
+        for path in () if self._folder is None else self._folder.glob(f"{_literal(self._prefix)}{process}.json"):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                logger.warning("%s stays, although the process has ended: %s", path, error)
+
+
+def _literal(text: str) -> str:
+    """Return a pattern that matches this text alone."""
+    return "".join(f"[{character}]" if character in "*?[" else character for character in text)

@@ -1,0 +1,152 @@
+"""Each alert fires for its cause alone, none in a healthy run, and none after the end of a run; by promtool."""
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+REPO = Path(__file__).resolve().parents[2]
+RULES = REPO / "launcher" / "monitoring" / "prometheus" / "alerts.yml"
+
+pytestmark = pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool here: install prometheus")
+
+_INTERVAL_S = 15
+_MINUTES = 60
+_NUM = _MINUTES * 60 // _INTERVAL_S
+_LEARNER, _WORKER = 'run="a",process="learner"', 'run="a",process="rollout-0"'
+P = "areal_rloo_"
+
+# A healthy run with a train step every 15 s: series without its labels, labels, values.
+HEALTHY: dict[str, tuple[str, str]] = {
+    'up{job="areal_rloo",': (_LEARNER, f"1x{_NUM}"),
+    'up{job="areal_rloo", ': (_WORKER, f"1x{_NUM}"),
+    P + "last_train_step_timestamp_seconds{": (_LEARNER, f"0+15x{_NUM}"),
+    P + "long_train_step_seconds{": (_LEARNER, f"16x{_NUM}"),
+    P + "fleet_num_workers{": (_LEARNER, f"1x{_NUM}"),
+    P + "engine_idle_seconds_total{": (_WORKER, f"0+6x{_NUM}"),
+    P + "mismatch_abs_mean{": (_LEARNER, f"0.001x{_NUM}"),
+    P + 'ledger_dropped_total{reason="stale",': (_LEARNER, f"0+1x{_NUM}"),
+    P + 'ledger_dropped_total{reason="low_reward_std",': (_LEARNER, f"0+100x{_NUM}"),
+    P + 'symptom{symptom="no_signal",': (_LEARNER, f"0x{_NUM}"),
+    **{
+        P + name: (_LEARNER, f"0x{_NUM}")
+        for name in (
+            *("ledger_imbalance{", "skipped_steps_total{", "failed_checkpoints_total{", "watchdog_hangs_total{"),
+            *("turn_missed_total{", "weights_missing_memory_bytes{", 'evaluation_num_failed{set="x",'),
+            *("masked_token_share{", "behaviour_weight_clamped_share{", "behaviour_weight_masked_share{"),
+            *("wire_refused_total{", "intake_cut_off_total{", "fleet_set_aside_total{", "weights_failures_total{"),
+            "weights_left_out_total{",
+        )
+    },
+    **{
+        P + f"engine_server_{name}_total{{": (_WORKER, f"0x{_NUM}")
+        for name in ("restarts", "weight_mismatches", "unproven_updates")
+    },
+}
+
+_AT_38_MIN = f"0x151 1+0x{_NUM - 152}"  # grows once, two minutes before the look
+_FROM_10_MIN = f"0x39 0+1x{_NUM - 40}"
+CAUSES: dict[str, dict[str, str]] = {
+    "LedgerUnbalanced": {P + "ledger_imbalance{": f"1x{_NUM}"},
+    "Unhealthy": {P + 'symptom{symptom="no_signal",': f"1x{_NUM}"},
+    # The learner stands still: its gauges do, too. An idle engine is no reason to use fewer workers then.
+    "NoTrainStep": {
+        P + "last_train_step_timestamp_seconds{": f"0+15x79 1200x{_NUM - 80}",
+        P + "engine_idle_seconds_total{": f"0+6x79 0+15x{_NUM - 80}",
+    },
+    "TargetDown": {'up{job="areal_rloo", ': f"1x139 0x{_NUM - 140}"},
+    "NoRolloutWorker": {P + "fleet_num_workers{": f"1x99 0x{_NUM - 100}"},
+    "StepsSkipped": {P + "skipped_steps_total{": _AT_38_MIN},
+    "CheckpointNotWritten": {P + "failed_checkpoints_total{": _AT_38_MIN},
+    "Hang": {P + "watchdog_hangs_total{": _AT_38_MIN},
+    "TurnMissed": {P + "turn_missed_total{": _AT_38_MIN},
+    "SharedMemoryFull": {P + "weights_missing_memory_bytes{": f"1000x{_NUM}"},
+    "EvaluationSamplesFailed": {P + 'evaluation_num_failed{set="x",': f"3x{_NUM}"},
+    "TokensPastTheBound": {P + "masked_token_share{": f"0.2x{_NUM}"},
+    "BehaviourWeightLimited": {P + "behaviour_weight_masked_share{": f"0.1x{_NUM}"},
+    "TrainInferenceMismatch": {P + "mismatch_abs_mean{": f"0.1x{_NUM}"},
+    "EngineServerRestarts": {P + "engine_server_restarts_total{": f"0x99 0+0.1x{_NUM - 100}"},
+    "EngineServerWeights": {P + "engine_server_weight_mismatches_total{": _AT_38_MIN},
+    "EngineServerUnproven": {P + "engine_server_unproven_updates_total{": _AT_38_MIN},
+    "RolloutIdle": {P + "engine_idle_seconds_total{": f"0+12x{_NUM}"},
+    "SamplesDropped": {P + 'ledger_dropped_total{reason="stale",': f"0+8x{_NUM}"},
+    "MessagesRefused": {P + "wire_refused_total{": _AT_38_MIN},
+    "WorkerCutOff": {P + "intake_cut_off_total{": _AT_38_MIN},
+    "WorkerSetAside": {P + "fleet_set_aside_total{": _AT_38_MIN},
+    "WeightsDoNotArrive": {P + "weights_failures_total{": _AT_38_MIN},
+}
+
+
+def _series(changes: Mapping[str, str], *, until_min: int = _MINUTES) -> list[dict[str, str]]:
+    """Give the series of a run; they end when the run does and Prometheus has forgotten its targets."""
+    series = []
+    for name, (labels, values) in HEALTHY.items():
+        written = _expanded(changes.get(name, values))[: until_min * 60 // _INTERVAL_S]
+        ended = " stale" if until_min < _MINUTES else ""
+        series.append({"series": f"{name}{labels}}}", "values": " ".join(written) + ended})
+    return series
+
+
+def _expanded(values: str) -> list[str]:
+    """Write `A+BxN` and `AxN` as single numbers, N + 1 for each part, as promtool does."""
+    numbers: list[str] = []
+    for part in values.split():
+        number, _, times = part.partition("x")
+        start, _, step = number.partition("+")
+        numbers += [f"{float(start) + float(step or 0) * index:g}" for index in range(int(times or 0) + 1)]
+    return numbers
+
+
+def _fires(series: list[dict[str, str]], at_min: int, alerts: set[str], name: str) -> dict[str, Any]:
+    samples = [{"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in sorted(alerts)]
+    look = {
+        "expr": 'max by (alertname) (ALERTS{alertstate="firing"})',
+        "eval_time": f"{at_min}m",
+        "exp_samples": samples,
+    }
+    return {"name": name, "interval": f"{_INTERVAL_S}s", "input_series": series, "promql_expr_test": [look]}
+
+
+def _run(tests: list[dict[str, Any]], folder: Path) -> str:
+    """Run the tests; give the output, empty if all passed."""
+    file = folder / "tests.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "15s", "tests": tests}))
+    ended = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True, check=False)
+    return "" if ended.returncode == 0 else ended.stdout + ended.stderr
+
+
+def test_every_alert_has_a_cause() -> None:
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    assert {rule["alert"] for group in groups for rule in group["rules"]} == set(CAUSES)
+    assert {name for changes in CAUSES.values() for name in changes} <= set(HEALTHY)
+
+
+@pytest.mark.parametrize("alert", CAUSES)
+def test_an_alert_fires_for_its_cause_alone(alert: str, tmp_path: Path) -> None:
+    assert _run([_fires(_series(CAUSES[alert]), 40, {alert}, alert)], tmp_path) == ""
+
+
+def test_no_alert_fires_in_a_healthy_run(tmp_path: Path) -> None:
+    tests = [_fires(_series({}), at_min, set(), f"at {at_min} min") for at_min in (1, 6, 20, 40, 59)]
+    assert _run(tests, tmp_path) == ""
+
+
+def test_no_alert_fires_in_a_run_with_slow_steps(tmp_path: Path) -> None:
+    """A step of 22 minutes is healthy if all are so long."""
+    slow = {
+        P + "last_train_step_timestamp_seconds{": " ".join(f"{1320 * (n * 15 // 1320)}" for n in range(_NUM + 1)),
+        P + "long_train_step_seconds{": f"1330x{_NUM}",
+    }
+    assert _run([_fires(_series(slow), at_min, set(), f"at {at_min} min") for at_min in (21, 43, 59)], tmp_path) == ""
+
+
+def test_no_alert_fires_after_the_end_of_a_run(tmp_path: Path) -> None:
+    """What went wrong in the last minutes is no alarm for an hour."""
+    changes = {name: values for causes in CAUSES.values() for name, values in causes.items()}
+    changes |= {P + "last_train_step_timestamp_seconds{": f"0+15x{_NUM}", 'up{job="areal_rloo", ': f"1x{_NUM}"}
+    tests = [_fires(_series(changes, until_min=40), at_min, set(), f"at {at_min} min") for at_min in (41, 46, 59)]
+    assert _run(tests, tmp_path) == ""

@@ -1,0 +1,67 @@
+"""The files that tell Prometheus where the processes of a run serve their metrics."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from areal_rloo.config import load_config
+from areal_rloo.telemetry.targets import Targets
+
+
+def _targets(folder: Path, run: Path, *options: str) -> Targets:
+    return Targets(load_config("quickstart.yaml", [f"telemetry.targets_folder={folder}", *options]), run)
+
+
+@pytest.mark.parametrize(
+    ("host", "target"),
+    [("127.0.0.1", "127.0.0.1:9400"), ("::1", "[::1]:9400"), ("0.0.0.0", f"{socket.gethostname()}:9400")],
+)
+def test_a_process_is_found_at_its_address_with_run_and_name(host: str, target: str, tmp_path: Path) -> None:
+    _targets(tmp_path / "targets", tmp_path / "gsm8k", f"telemetry.metrics_host={host}").add("rollout-0", 9400)
+    (path,) = (tmp_path / "targets").iterdir()
+    assert path.name.startswith("gsm8k-")
+    assert path.name.endswith(".rollout-0.json")
+    labels = {"run": "gsm8k", "process": "rollout-0"}
+    assert json.loads(path.read_text()) == [{"targets": [target], "labels": labels}]
+
+
+def test_a_process_that_comes_again_replaces_its_file(tmp_path: Path) -> None:
+    targets = _targets(tmp_path / "targets", tmp_path / "run")
+    for port in (9400, 9500):
+        targets.add("learner", port)
+    (path,) = (tmp_path / "targets").iterdir()
+    assert json.loads(path.read_text())[0]["targets"] == ["127.0.0.1:9500"]
+
+
+@pytest.mark.parametrize("name", ["run", "a[b]*?"])
+def test_a_run_removes_its_own_files_alone(name: str, tmp_path: Path) -> None:
+    """Runs in other folders may have the same name, and names may look like patterns."""
+    folder = tmp_path / "targets"
+    own, other = _targets(folder, tmp_path / "one" / name), _targets(folder, tmp_path / "two" / name)
+    for process in ("learner", "rollout-0", "rollout-1"):
+        own.add(process, 1)
+        other.add(process, 2)
+    own.remove("rollout-1")
+    assert len(list(folder.iterdir())) == 5
+    own.remove("rollout-1")  # gone already
+    own.remove()
+    assert {json.loads(path.read_text())[0]["targets"][0] for path in folder.iterdir()} == {"127.0.0.1:2"}
+    assert len(list(folder.iterdir())) == 3
+
+
+def test_a_folder_that_cannot_be_written_costs_the_file_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    targets = _targets(tmp_path / "file" / "targets", tmp_path / "run")
+    targets.add("learner", 9400)
+    targets.remove()
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_without_a_folder_no_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    targets = Targets(load_config("quickstart.yaml", ["telemetry.targets_folder=null"]), tmp_path / "run")
+    targets.add("learner", 9400)
+    targets.remove()
+    assert list(tmp_path.iterdir()) == []
