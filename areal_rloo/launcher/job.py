@@ -234,6 +234,7 @@ class Job:
             ranks.start()
             fleet.start()
         tail = RecordTail(self._folder / "metrics.jsonl")
+        self._silence.begin()  # a warm start is no silence of the learner
         if self._request.resume:
             self._look_around(tail, shows=False)
         failure: int | None = None

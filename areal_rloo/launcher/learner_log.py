@@ -73,7 +73,11 @@ class Silence:
         """`path`: of the log, for the user. `worker` gives the last words of a worker, for a learner without any."""
         self._say, self._log, self._path, self._worker, self._clock = say, log, path, worker, clock
         self._waits_s: deque[float] = deque(maxlen=_STEPS)  # for the last records
-        self._heard_s = self._said_s = clock()
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the clock: the learner starts now."""
+        self._heard_s = self._said_s = self._clock()
 
     def look(self, num_records: int) -> None:
         """Take the number of records since the last look."""

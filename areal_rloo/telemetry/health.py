@@ -232,8 +232,8 @@ class Health:
 
 
 SYMPTOMS = (
-    *("nothing_trained", "no_signal", "no_gradient", "truncated", "stale", "always_clipped", "mismatch", "longer"),
-    *("weights_late", "entropy_collapse", "reward_fell", "accuracy_fell"),
+    *("nothing_trained", "no_signal", "no_gradient", "weights_late", "truncated", "stale", "always_clipped"),
+    *("mismatch", "longer", "entropy_collapse", "reward_fell", "accuracy_fell"),
 )
 
 

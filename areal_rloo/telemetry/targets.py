@@ -13,6 +13,7 @@ from pathlib import Path
 
 from areal_rloo.config import Config
 from areal_rloo.files import write_atomically
+from areal_rloo.ports import host_and_port
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
@@ -32,8 +33,7 @@ class Targets:
     def add(self, process: str, port: int) -> None:
         """Write the file of a process; a disk without room costs the file alone."""
         host = socket.gethostname() if self._host in _EVERYWHERE else self._host
-        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        entry = {"targets": [target], "labels": {"run": self._run.name, "process": process}}
+        entry = {"targets": [host_and_port(host, port)], "labels": {"run": self._run.name, "process": process}}
         if self._folder is None:
             return
         try:

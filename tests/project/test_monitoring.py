@@ -5,24 +5,14 @@ import math
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
 from support.metric_names import all_metrics, metric_names
+from support.monitoring import DASHBOARD, MONITORING, RULES, expressions
 
 from areal_rloo.telemetry.metric import PREFIX, declared_metrics
 from areal_rloo.telemetry.records import TrainRecord
-
-MONITORING = Path(__file__).resolve().parents[2] / "launcher" / "monitoring"
-RULES = MONITORING / "prometheus" / "alerts.yml"
-DASHBOARD = MONITORING / "grafana" / "dashboard.json"
-
-
-def expressions() -> list[str]:
-    rules = [rule["expr"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    return rules + [target["expr"] for panel in panels for target in panel["targets"]]
 
 
 @pytest.mark.parametrize("expression", expressions())

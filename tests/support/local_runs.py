@@ -54,9 +54,10 @@ class Run:
         """`before` stands in front of the command, as `nsenter ...` does; `entry` is the user's script."""
         self.folder = folder
         script = [] if entry is None else [str(entry)]
+        own = (f"run.folder={folder}", f"telemetry.targets_folder={folder.parent / 'targets'}")
         command = [sys.executable, "-m", f"areal_rloo.launcher.{launcher}", *script, "--config", config]
         self.process = subprocess.Popen(
-            [*before, *command, *with_last_values(f"run.folder={folder}", *SMALL, *arguments)],
+            [*before, *command, *with_last_values(*own, *SMALL, *arguments)],
             cwd=REPO,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,7 +1,9 @@
 """The symptoms of a run that does not learn: each is said when it begins, again after twice the time, and when over."""
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -144,6 +146,11 @@ def test_a_learner_that_went_back_takes_its_steps_back(make_train_record: Make) 
     assert _said(health, _steps(make_train_record, {}, first=2, last=2)) == []
     assert _said(health, _steps(make_train_record, bad, first=2, last=2)) == []
     assert len(_said(health, _steps(make_train_record, bad, first=3, last=3))) == 1
+
+
+def test_the_document_names_every_symptom_in_order() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "health.md").read_text()
+    assert tuple(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == SYMPTOMS
 
 
 def test_every_symptom_is_in_the_metric_and_shown_by_a_test() -> None:

@@ -1,0 +1,80 @@
+"""What a user sees of a run: its health on the terminal, in the log and in the report; and a real Prometheus."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.local_runs import Run
+from support.monitoring import expressions
+from support.patience import eventually
+from support.prometheus import prometheus
+
+pytestmark = pytest.mark.slow
+
+CUT = (
+    *("rollout.sampling.max_new_tokens=4", "rollout.sampling.min_new_tokens=4"),
+    "rollout.sampling.allow_truncated=true",
+)
+MASKED = "algorithm.rewards.mask_truncated=true"
+
+
+@pytest.mark.parametrize(
+    ("options", "symptoms"),
+    [
+        (("data.train.rewards=[{function: examples/custom_reward.py:brevity, weight: 0.0}]",), {"no_signal"}),
+        (CUT, {"no_signal", "truncated"}),
+        ((*CUT, MASKED), {"nothing_trained", "truncated"}),
+    ],
+    ids=["a reward of 0", "cut", "cut and masked"],
+)
+def test_a_run_that_does_not_learn_says_why(
+    options: tuple[str, ...], symptoms: set[str], start: Callable[..., Run]
+) -> None:
+    run = start(*options, "learner.num_train_steps=4", "evaluation.every_n_versions=0", "data.eval=null")
+    code, output = run.wait()
+    assert code == 0, output
+    log, report = (run.folder / "logs" / "learner.log").read_text(), (run.folder / "report.html").read_text()
+    for place in (output, log, report):
+        assert set(re.findall(r"health: (\w+): ", place)) == symptoms
+    assert len(re.findall("health: ", output)) == len(symptoms), "each is said once"
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed here")
+def test_a_prometheus_finds_all_processes_and_all_that_panels_ask_for(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    targets = tmp_path / "targets"
+    run = start("learner.num_train_steps=100000", "rollout.num_workers=2", "launcher.max_restarts=5")
+    run.wait_for(lambda: len(run.records()) >= 3)
+    names = {"learner", "rollout-0", "rollout-1"}
+    with prometheus(tmp_path, targets) as server:
+        up = 'up{job="areal_rloo", run="run"} == 1'
+
+        def watched() -> set[str]:
+            return {series["metric"]["process"] for series in server.query(up)}
+
+        eventually(lambda: watched() == names, "all processes")
+        eventually(lambda: server.query('areal_rloo_symptom{symptom="no_signal"} == 1'), "the symptom")
+        assert [expression for expression in expressions() if not _has_data(server.query, expression)] == []
+        assert [rule["health"] for group in server.ask("rules")["groups"] for rule in group["rules"]] == ["ok"] * 23
+
+        run.children("areal_rloo.rollout")[0].kill()  # the next process of this worker has another port
+        eventually(lambda: watched() != names, "the loss of a process")
+        eventually(lambda: watched() == names, "its next process")
+        run.process.terminate()
+        code, output = run.wait()
+        assert code == 0, output
+        assert list(targets.iterdir()) == []
+        eventually(lambda: server.query("up") == [], "the end of the targets")
+
+
+# What this run has not: servers of engines, devices in turns, dropped samples.
+OTHERS = r"(sglang|vllm):|areal_rloo_(engine_server_|turn_|ledger_dropped_|reward_dropped_)"
+
+
+def _has_data(query: Callable[[str], list[object]], expression: str) -> bool:
+    """Ask for every metric of an expression: a condition that does not hold gives no series."""
+    names = set(re.findall(r"\b(?:areal_rloo_\w+|(?:sglang|vllm):\w+)", expression))
+    return all(re.match(OTHERS, name) or query(name) for name in names)

@@ -1,0 +1,70 @@
+"""A real Prometheus with the shipped config, on a free port, which watches the runs of a test."""
+
+import json
+import subprocess
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support.patience import eventually
+
+from areal_rloo.ports import ReservedPorts
+
+CONFIG = Path(__file__).resolve().parents[2] / "launcher" / "monitoring" / "prometheus"
+_SHIPPED = "../../../runs/targets/*.json"
+
+
+@dataclass(frozen=True)
+class Prometheus:
+    """The address of a Prometheus that runs."""
+
+    port: int
+
+    def ask(self, path: str, **parameters: str) -> Any:
+        """Return the data of an answer of the HTTP API."""
+        query = urllib.parse.urlencode(parameters)
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api/v1/{path}?{query}", timeout=30) as answer:
+            return json.loads(answer.read())["data"]
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """Return the series of an expression now."""
+        result: list[dict[str, Any]] = self.ask("query", query=expression)["result"]
+        return result
+
+
+@contextmanager
+def prometheus(folder: Path, targets: Path) -> Iterator[Prometheus]:
+    """Start a Prometheus for the runs with this `telemetry.targets_folder`."""
+    shipped = (CONFIG / "prometheus.yml").read_text()
+    assert shipped.count(_SHIPPED) == 1
+    here = shipped.replace(_SHIPPED, f"{targets}/*.json").replace("scrape_interval: 5s", "scrape_interval: 1s")
+    (folder / "prometheus.yml").write_text(here)
+    (folder / "alerts.yml").write_text((CONFIG / "alerts.yml").read_text())
+    with ReservedPorts(1) as reserved:
+        (port,) = reserved.ports
+    process = subprocess.Popen(
+        [
+            *("prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"),
+            f"--web.listen-address=127.0.0.1:{port}",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    server = Prometheus(port)
+    try:
+        eventually(lambda: _answers(server), "an answer of Prometheus")
+        yield server
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _answers(server: Prometheus) -> bool:
+    try:
+        return bool(server.ask("status/buildinfo"))
+    except OSError:
+        return False
