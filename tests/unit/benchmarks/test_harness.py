@@ -29,11 +29,13 @@ def _contestant(name: str, values: list[float], calls: list[str]) -> Callable[[]
     return call
 
 
-def _benchmark(ours: list[float], theirs: list[float], *, ended: list[str] | None = None) -> Benchmark:
+def _benchmark(
+    ours: list[float], theirs: list[float], *, attempts: int = 1, ended: list[str] | None = None
+) -> Benchmark:
     def cases(quick: bool) -> Generator[Case]:
         contestants = {"ours": _contestant("ours", ours, []), "theirs": _contestant("theirs", theirs, [])}
         try:
-            yield Case("load", "s", contestants, [("ours", "theirs")], len(ours) - 1, facts={"tokens": 7})
+            yield Case("load", "s", contestants, [("ours", "theirs")], len(ours) // attempts - 1, facts={"tokens": 7})
         finally:
             if ended is not None:
                 ended.append("ended")
@@ -88,12 +90,21 @@ def test_the_interval_of_a_median_has_its_coverage(num: int) -> None:
     assert num < harness.LEAST_ROUNDS or coverage >= harness.LEAST_COVERAGE
 
 
+_NOISY = [1.0, 1.0, 1.0, 2.0, 3.0, 3.0]
+
+
 def test_a_wide_ratio_is_refused_and_named_after_the_clean_up() -> None:
     ended: list[str] = []
-    noisy = _benchmark([1.0, 1.0, 1.0, 2.0, 3.0, 3.0], [1.0] * 6, ended=ended)
+    noisy = _benchmark(_NOISY * 3, [1.0] * 18, attempts=harness.MOST_ATTEMPTS, ended=ended)
     with pytest.raises(TooWideError, match=r"load: ours / theirs: 100% of 2"):
         harness.measure_all(noisy, quick=False)
     assert ended == ["ended"]
+
+
+def test_a_wide_case_is_measured_again_as_a_whole() -> None:
+    steady = [9.0, 2.0, 2.1, 2.0, 1.9, 2.0]
+    numbers = harness.measure_all(_benchmark(_NOISY + steady, [1.0] * 12, attempts=2), quick=False).case("load")
+    assert (numbers.attempts, numbers.ratios[0].median, numbers.measured["ours"].median) == (2, 2.0, 2.0)
 
 
 def test_a_quick_run_is_never_refused_and_says_so() -> None:
@@ -119,7 +130,7 @@ def test_a_contestant_that_fails_ends_the_case_with_its_clean_up() -> None:
 def test_a_refused_benchmark_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan, "BENCHMARK", _benchmark([1.0, 1.0, 1.0, 2.0, 3.0, 3.0], [1.0] * 6))
+    monkeypatch.setattr(plan, "BENCHMARK", _benchmark(_NOISY * 3, [1.0] * 18, attempts=harness.MOST_ATTEMPTS))
     assert command._run(["plan"], tmp_path / "out", quick=False) == 1
     assert capsys.readouterr().err.startswith("error: plan: the quartiles of a ratio are further apart than 20% ")
     assert not (tmp_path / "out").exists()
