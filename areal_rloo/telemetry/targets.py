@@ -32,7 +32,7 @@ class Targets:
 
     def add(self, process: str, port: int) -> None:
         """Write the file of a process; a disk without room costs the file alone."""
-        host = socket.gethostname() if self._host in _EVERYWHERE else self._host
+        host = _own_address() if self._host in _EVERYWHERE else self._host
         entry = {"targets": [host_and_port(host, port)], "labels": {"run": self._run.name, "process": process}}
         if self._folder is None:
             return
@@ -49,6 +49,16 @@ class Targets:
                 path.unlink(missing_ok=True)
             except OSError as error:
                 logger.warning("%s stays, although the process has ended: %s", path, error)
+
+
+def _own_address() -> str:
+    """Return the address of this host, or the name if the name stands for loopback; no name server knows a pod."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return name
+    return name if address.startswith("127.") else address
 
 
 def _literal(text: str) -> str:

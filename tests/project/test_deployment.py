@@ -28,6 +28,7 @@ REPO = Path(__file__).resolve().parents[2]
 DEPLOY = REPO / "docs" / "deploy.md"
 DOCKERFILE = REPO / "launcher" / "docker" / "Dockerfile"
 RAYJOB = REPO / "launcher" / "ray" / "rayjob.yaml"
+VOLUME = REPO / "launcher" / "ray" / "volume.yaml"
 CLUSTER = REPO / "launcher" / "ray" / "cluster.yaml"
 SCRIPTS = Path(sys.executable).parent
 HAS_RAY = importlib.util.find_spec("ray") is not None
@@ -154,7 +155,8 @@ def test_the_ray_job_has_the_fields_that_kuberay_requires() -> None:
 
 
 def test_all_pods_share_the_run_folder_and_have_shared_memory() -> None:
-    (claim,) = [each for each in _manifests() if each["kind"] == "PersistentVolumeClaim"]
+    claim = yaml.safe_load(VOLUME.read_text())
+    assert [each["kind"] for each in _manifests()] == ["RayJob"], "its deletion must not delete the volume"
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     (folder,) = [word.removeprefix("run.folder=") for word in _entrypoint() if word.startswith("run.folder=")]
     for _, _, pod in _pods():
@@ -184,6 +186,10 @@ def test_the_plan_of_the_ray_job_uses_every_gpu_of_the_pods() -> None:
     stops_after_s = yaml.safe_load(_ray_job()["spec"]["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]
     assert isinstance(stops_after_s, str), "as variables of the environment are"
     assert float(stops_after_s) > config.launcher.drain_timeout_s
+    for _, _, pod in _pods():
+        assert pod["terminationGracePeriodSeconds"] > config.launcher.drain_timeout_s
+        has_gpus = "nvidia.com/gpu" in pod["containers"][0]["resources"]["limits"]
+        assert has_gpus == any(each["key"] == "nvidia.com/gpu" for each in pod.get("tolerations", ()))
 
 
 def _seats(placement: Placement) -> tuple[Any, ...]:

@@ -16,15 +16,33 @@ def _targets(folder: Path, run: Path, *options: str) -> Targets:
 
 @pytest.mark.parametrize(
     ("host", "target"),
-    [("127.0.0.1", "127.0.0.1:9400"), ("::1", "[::1]:9400"), ("0.0.0.0", f"{socket.gethostname()}:9400")],
+    [("127.0.0.1", "127.0.0.1:9400"), ("::1", "[::1]:9400"), ("0.0.0.0", "10.1.2.3:9400"), ("::", "10.1.2.3:9400")],
 )
-def test_a_process_is_found_at_its_address_with_run_and_name(host: str, target: str, tmp_path: Path) -> None:
+def test_a_process_is_found_at_its_address_with_run_and_name(
+    host: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.1.2.3")
     _targets(tmp_path / "targets", tmp_path / "gsm8k", f"telemetry.metrics_host={host}").add("rollout-0", 9400)
     (path,) = (tmp_path / "targets").iterdir()
     assert path.name.startswith("gsm8k-")
     assert path.name.endswith(".rollout-0.json")
     labels = {"run": "gsm8k", "process": "rollout-0"}
     assert json.loads(path.read_text()) == [{"targets": [target], "labels": labels}]
+
+
+@pytest.mark.parametrize("address", ["127.0.1.1", None])
+def test_a_host_without_an_address_has_its_name(
+    address: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def known(name: str) -> str:
+        if address is None:
+            raise socket.gaierror("no name server")
+        return address
+
+    monkeypatch.setattr(socket, "gethostbyname", known)
+    _targets(tmp_path / "targets", tmp_path / "run", "telemetry.metrics_host=0.0.0.0").add("learner", 9400)
+    (path,) = (tmp_path / "targets").iterdir()
+    assert json.loads(path.read_text())[0]["targets"] == [f"{socket.gethostname()}:9400"]
 
 
 def test_a_process_that_comes_again_replaces_its_file(tmp_path: Path) -> None:
