@@ -22,7 +22,7 @@ def test_a_process_is_found_at_its_address_with_run_and_name(
     host: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.1.2.3")
-    _targets(tmp_path / "targets", tmp_path / "gsm8k", f"telemetry.metrics_host={host}").add("rollout-0", 9400)
+    _targets(tmp_path / "targets", tmp_path / "gsm8k", f"telemetry.metrics_host='{host}'").add("rollout-0", 9400)
     (path,) = (tmp_path / "targets").iterdir()
     assert path.name.startswith("gsm8k-")
     assert path.name.endswith(".rollout-0.json")
