@@ -41,7 +41,7 @@ from areal_rloo.telemetry.records import EvalRecord, TrainRecord
 from benchmarks import hardware
 
 _SPEED_STEPS, _NOT_COUNTED = 16, 4
-_LEARNING_STEPS = 60
+_LEARNING_STEPS = 40
 _GOAL = 0.95
 _STILL = 1e-9  # a learning rate
 _LONG_TAIL = ("rollout.sampling.max_new_tokens=1000", "learner.groups_per_step=12")
