@@ -32,6 +32,7 @@ _COLLAPSED = 0.1  # entropy over that of the first steps
 _LONGER = 2.0  # completions within a window
 _TRUNCATED_TOO = 0.2  # share of trajectories, for longer completions
 _FALL = 0.5  # of the mean reward, in standard deviations of the rewards of a step
+_LEAST_FALL = 1e-6  # for rewards without a spread
 _ERRORS = 3.0  # standard errors between an accuracy and the best
 _BEHIND = 2  # versions beyond the bound: a worker takes each version a moment after its step
 
@@ -215,7 +216,8 @@ class Health:
             )
         if self._best_reward is not None:
             best, spread, version = self._best_reward
-            if reward < best - _FALL * spread and spread > 0:
+            fall = _FALL * max(spread, self._mean("reward_std"))  # a solved task has no spread
+            if reward < best - max(fall, _LEAST_FALL):
                 yield Symptom(
                     "reward_fell",
                     f"the mean reward fell from {best:.3g} (step {version}) to {reward:.3g}",

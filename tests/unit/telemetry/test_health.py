@@ -76,6 +76,16 @@ def test_a_symptom_is_said_once_when_enough_steps_show_it(name: str, later: bool
     assert set(health.statistics().symptom.values()) == {0}
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.4])
+def test_a_fall_from_a_solved_task_is_a_fall(spread: float, make_train_record: Make) -> None:
+    """All rewards were equal, so the best steps have no spread."""
+    health = _health()
+    solved = {"reward_mean": 1.0, "reward_std": 0.0}
+    assert _said(health, _steps(make_train_record, solved, first=1, last=30)) == []
+    fallen = _steps(make_train_record, {"reward_mean": 0.2, "reward_std": spread}, first=31, last=36)
+    assert [line.partition(": the")[0] for line in _said(health, fallen)] == ["health: reward_fell"]
+
+
 def test_a_symptom_that_lasts_is_said_again_after_twice_the_time(make_train_record: Make) -> None:
     health = _health()
     lines: dict[int, str] = {}
