@@ -18,6 +18,7 @@ from areal_rloo.config import Config, dump_config, load_config
 from areal_rloo.decoding import from_json, from_msgpack
 from areal_rloo.errors import CheckpointError, ConfigError, DecodeError, PreflightError, shown
 from areal_rloo.files import flush_to_disk, move_into_place, open_regular, read_regular, write_atomically
+from areal_rloo.launcher.code_state import changed_code, code_state
 from areal_rloo.launcher.placement import Host
 from areal_rloo.learner.checkpoint_folder import folder_of, list_checkpoints
 from areal_rloo.learner.lock import lock_path
@@ -186,21 +187,24 @@ def submitted_file(folder: Path) -> Path:
     return folder / _SUBMITTED.format(f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
 
 
-def write_beginning(folder: Path, config: Config, hosts: Sequence[Host]) -> None:
+def write_beginning(folder: Path, config: Config, hosts: Sequence[Host]) -> str:
     """Write the resolved config, a line about this start, and CURVE keys for a wire over TCP; point runs/latest here.
 
-    The summary of an earlier start is set aside, until the learner begins.
+    The summary of an earlier start is set aside, until the learner begins. Returns a line for the user if other code
+    began the run.
     """
     write_atomically(folder / "config.yaml", dump_config(config).encode())  # a process of an earlier start may read it
     set_summary_aside(folder)
     if not (folder / "keys").exists():  # processes of an earlier start may still use the keys
         _make_keys(folder / "keys")
     packages = ("torch", "transformers", "pyzmq", "msgspec", "numpy", "areal-rloo")
+    code = code_state()
     environment = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "python": sys.version,
         "platform": platform.platform(),
         "hosts": hosts,
+        "code": code,
         "packages": {name: _version(name) for name in packages},
         "command": sys.argv,
     }
@@ -208,6 +212,7 @@ def write_beginning(folder: Path, config: Config, hosts: Sequence[Host]) -> None
     earlier = read_regular(starts) if starts.exists() else b""
     write_atomically(starts, earlier + msgspec.json.encode(environment) + b"\n")
     point_latest(folder)
+    return changed_code(earlier, code)
 
 
 def point_latest(folder: Path) -> None:

@@ -371,9 +371,12 @@ def begin(
             f"{config.learner.num_train_steps}; raise this number to go on"
         )
     try:
-        write_beginning(folder, config, placement.hosts)
+        changed = write_beginning(folder, config, placement.hosts)
     except OSError as error:  # a full disk
         raise PreflightError(f"run.folder: {folder} cannot be written: {error.strerror}; free some disk") from error
+    if changed:
+        _say(changed)
+        logger.warning("%s", changed)
     return JobRequest(config, placement, folder, wire, meeting_port, resume)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from areal_rloo.config import Config, TinyModelConfig, import_entry, load_config
-from areal_rloo.errors import UserError
+from areal_rloo.errors import PreflightError, UserError
 from areal_rloo.files import flush_to_disk, move_into_place, write_atomically
 from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.telemetry.logs import get_logger, setup_logs
@@ -64,8 +64,15 @@ def prepare_tiny_model(config: Config, models: Path | None = None, *, num_thread
 def tiny_model_folder(config: Config, models: Path | None = None) -> Path:
     """Name the folder of the model of `model.tiny`, which may not exist yet; `models` as in `prepare_tiny_model`."""
     digest = hashlib.sha256(msgspec.json.encode((_recipe(config), _RECIPE_VERSION))).hexdigest()[:16]
-    cache = Path(os.environ.get("AREAL_RLOO_CACHE") or Path.home() / ".cache" / "areal_rloo")
+    cache = Path(os.environ.get("AREAL_RLOO_CACHE") or _home() / ".cache" / "areal_rloo")
     return (models or cache / "models") / f"tiny-{digest}"
+
+
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError as error:  # no HOME, and no entry of the user, as in some containers
+        raise PreflightError("model.path=tiny: no home folder for the model; set HOME or AREAL_RLOO_CACHE") from error
 
 
 def _recipe(config: Config) -> TinyModelConfig:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from areal_rloo.config import load_config
-from areal_rloo.learner.warm_start import prepare_tiny_model
+from areal_rloo.errors import PreflightError
+from areal_rloo.learner.warm_start import prepare_tiny_model, tiny_model_folder
 
 
 def test_a_model_that_cannot_be_moved_into_the_cache_is_an_error(tmp_path: Path) -> None:
@@ -26,3 +27,15 @@ def test_a_model_that_cannot_be_moved_into_the_cache_is_an_error(tmp_path: Path)
     with pytest.raises(OSError, match="Not a directory"):
         prepare_tiny_model(config, tmp_path / "full")
     assert [path.name for path in (tmp_path / "full").iterdir()] == [Path(made.path).name], "nothing unfinished is left"
+
+
+def test_a_user_without_a_home_is_told_which_variable_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has no entry."""
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("AREAL_RLOO_CACHE", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    with pytest.raises(PreflightError, match=r"^model\.path=tiny: no home folder .*; set HOME or AREAL_RLOO_CACHE$"):
+        tiny_model_folder(load_config("quickstart.yaml"))
