@@ -2,6 +2,7 @@
 
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -75,6 +76,15 @@ def test_ctrl_c_drains_a_job_submitted_with_wait(submit: Callable[..., Run], clu
     assert "draining job" in output
     assert_drained(run)
     assert all(job.restarts == 0 for job in cluster.jobs())
+
+
+def test_a_job_that_cannot_start_says_why(submit: Callable[..., Run], cluster: SlurmCluster) -> None:
+    run = submit(*ON_ONE_NODE, "--wait", "launcher.slurm.arguments.hold=true")
+    cluster.wait_for(lambda: bool(cluster.jobs()), timeout_s=60)
+    time.sleep(35)
+    cluster.run("scancel", "--user=root")
+    _, output = run.wait()
+    assert re.search(r"job \d+ waits: JobHeldUser \(squeue --jobs \d+\)", output), output
 
 
 def test_the_time_limit_signal_requeues_and_scancel_drains(submit: Callable[..., Run], cluster: SlurmCluster) -> None:

@@ -28,6 +28,7 @@ from areal_rloo.launcher.hosts import described_hosts
 from areal_rloo.launcher.job import Signals
 from areal_rloo.launcher.processes import Tail
 from areal_rloo.launcher.run_folder import choose_folder, make_run_folder, point_latest, script_file, submitted_file
+from areal_rloo.launcher.slurm.pending import Pending
 from areal_rloo.launcher.start import check, check_writable, parse, placed, run_main, say_first, show_plan
 from areal_rloo.telemetry.progress import stop_printing
 
@@ -183,8 +184,11 @@ def _follow(script: Path, output: Path) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, until the job has an id
     submission, job_id = _submitted(script, "--wait", signals=signals)
     _say(f"job {job_id} is submitted; waiting for it to start (output: {output})\n")
+    pending = Pending(job_id, _say)
     while submission.poll() is None:
-        _say(tail.read())
+        text = tail.read()
+        _say(text)
+        pending.look(printed=bool(text))
         if signals.num_ends > num_obeyed:
             num_obeyed = signals.num_ends
             _stop(job_id, drain=num_obeyed == 1)
