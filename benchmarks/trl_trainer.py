@@ -60,6 +60,7 @@ def main() -> None:
             output_dir=tempfile.mkdtemp(),
             use_cpu=True,
             bf16=False,
+            gradient_checkpointing=False,  # as ours; RLOOConfig's own default costs a forward pass
             per_device_train_batch_size=micro,
             gradient_accumulation_steps=batch // micro // learner.num_minibatches,
             generation_batch_size=batch,
@@ -121,7 +122,9 @@ class Steps(TrainerCallback):
         inputs = self._tokenizer(
             [item.text for item in self._held_out], padding=True, padding_side="left", return_tensors="pt"
         )
+        model.eval()
         tokens = model.generate(**inputs, do_sample=False, max_new_tokens=96)[:, inputs["input_ids"].shape[1] :]
+        model.train()
         texts = self._tokenizer.batch_decode(tokens, skip_special_tokens=True)
         scores = [answer_reward(text, item.answer) for text, item in zip(texts, self._held_out, strict=True)]
         return sum(scores) / len(scores)
