@@ -62,7 +62,11 @@ def _threads() -> Iterator[str]:
 def _tasks() -> Iterator[str]:
     # The garbage collector knows the tasks of every loop, those of the user's code, too. `isinstance` would ask each
     # object for its class, and an object may answer with a warning.
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()  # else the tasks from before are left out
     tasks = [item for item in gc.get_objects() if issubclass(type(item), asyncio.Task) and not item.done()]
+    if is_frozen:
+        gc.freeze()
     names: dict[str, list[str]] = {}  # by stack: most samples wait at the same place
     for task in tasks[:_MOST_TASKS]:
         names.setdefault("".join(_awaited(task.get_coro())).rstrip(), []).append(task.get_name())

@@ -58,7 +58,11 @@ def test_a_prometheus_finds_all_processes_and_all_that_panels_ask_for(
         eventually(lambda: watched() == names, "all processes")
         eventually(lambda: server.query('areal_rloo_symptom{symptom="no_signal"} == 1'), "the symptom")
         assert [expression for expression in expressions() if not _has_data(server.query, expression)] == []
-        assert {rule["health"] for group in server.ask("rules")["groups"] for rule in group["rules"]} == {"ok"}
+
+        def rules() -> set[str]:
+            return {rule["health"] for group in server.ask("rules")["groups"] for rule in group["rules"]}
+
+        eventually(lambda: rules() == {"ok"}, "an evaluation of every rule")
 
         run.children("areal_rloo.rollout")[0].kill()  # the next process of this worker has another port
         eventually(lambda: watched() != names, "the loss of a process")

@@ -89,7 +89,7 @@ class SimulatedLearner:
             lies=Lies(config, vocab_size=10**6),  # tokens are ids of weights
         )
         self._met: set[str] = set()
-        self._counted = FleetStatistics(refused_workers={}, set_aside=0)
+        self._counted = FleetStatistics(num_workers=0, refused_workers={}, set_aside=0)
         self._batch: list[Group] | None = None
         self._commits_by_s: float | None = None  # a step waits for partial rollouts, until then at most
         self._begun: dict[int, wire.WeightsNotice] = {}  # by offer id

@@ -33,6 +33,7 @@ OPTIONS = (
 )
 _OF_THE_LOOP = (  # fields that no replay compares
     *("wall_s", "skipped_steps", "failed_checkpoints", "wait_s", "learner_idle_s", "rollout_idle_s", "num_workers"),
+    "weights_behind",
     *("generated_tokens", "generated_tokens_per_s", "trained_tokens_per_s", "filtered_prompts", "truncated_prompts"),
     *("rollout_busy_s", "decoding_s"),
 )

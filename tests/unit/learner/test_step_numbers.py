@@ -85,6 +85,7 @@ def test_batch_step_and_loop_give_each_field_of_a_record_once(tiny_folders: dict
         *("learner_idle_s", "rollout_idle_s", "generated_tokens", "generated_tokens_per_s", "trained_tokens_per_s"),
         *(
             "num_workers",
+            "weights_behind",
             "ledger",
             "filtered_prompts",
             "truncated_prompts",
