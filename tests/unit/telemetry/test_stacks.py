@@ -1,6 +1,7 @@
 """Stacks on demand: every thread and every task of a process, in its log."""
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -93,3 +94,22 @@ def test_a_signal_writes_the_stacks_and_the_process_goes_on(tmp_path: Path) -> N
     finally:
         process.kill()
         process.communicate()
+
+
+def test_stacks_name_the_tasks_from_before_a_freeze_of_the_garbage_collector() -> None:
+    """Learner and worker freeze what is loaded, and their first tasks with it."""
+
+    async def scenario() -> tuple[str, int]:
+        waiting = asyncio.create_task(asyncio.sleep(60), name="frozen one")
+        await asyncio.sleep(0)
+        gc.freeze()
+        stacks, num_frozen = all_stacks(), gc.get_freeze_count()
+        waiting.cancel()
+        return stacks, num_frozen
+
+    try:
+        stacks, num_frozen = asyncio.run(scenario())
+    finally:
+        gc.unfreeze()
+    assert "task frozen one" in stacks
+    assert num_frozen > 0
