@@ -62,7 +62,7 @@ class Buffer:
             self._new.append(group)
         else:
             self._ledger.drop_group(group.group_id, reason)
-            self._filter.check()
+            self._filter.check(has_batch=self.num_ready >= self._groups_per_step)
 
     def take(self, policy_version: int, *, last: bool) -> list[Group] | None:
         """Take the batch for the step at this version; None while the batch is not complete.

@@ -34,8 +34,8 @@ class Filter:
         self._num_refused += reason is not None
         return reason
 
-    def check(self) -> None:
-        """Look at the limits, after a group was dropped.
+    def check(self, *, has_batch: bool) -> None:
+        """Look at the limits, after a group was dropped. `has_batch`: a whole batch waits, so nothing is missing.
 
         Raises:
             UserError: `group_filter` raised for `groups_per_step` groups in a row; or the groups of
@@ -44,6 +44,8 @@ class Filter:
         if self._num_errors >= self._groups_per_step:
             assert self._error is not None, "an error was counted"
             raise UserError(f"{_KEY}: {raised(self._error)}") from self._error
+        if has_batch:
+            self._num_refused = 0
         if 0 < self._most_batches * self._groups_per_step <= self._num_refused:
             key = f"algorithm.min_reward_std={self._least_std:g}" if self._group_filter is None else _KEY
             raise UserError(

@@ -119,6 +119,19 @@ def test_a_run_ends_after_batches_of_refused_groups_in_place_of_one(by_function:
     assert sum(bench.dropped().values()) == 2 * 16
 
 
+def test_groups_refused_beside_a_whole_batch_end_no_run() -> None:
+    """During a long train step, the workers go on: what is refused then keeps nobody waiting."""
+    bench = _Bench(min_reward_std=0.1, max_filtered_batches=2)
+    for _ in range(GROUPS_PER_STEP):
+        bench.complete(0.0, 1.0)
+    for _ in range(100):
+        bench.complete(0.0, 0.0)
+    assert bench.buffer.take(0, last=False) is not None
+    with pytest.raises(UserError, match="6 groups were refused"):
+        for _ in range(2 * GROUPS_PER_STEP):
+            bench.complete(0.0, 0.0)
+
+
 def test_without_a_limit_every_group_can_be_refused() -> None:
     bench = _Bench(min_reward_std=0.1, max_filtered_batches=0)
     for _ in range(100):

@@ -96,7 +96,7 @@ def test_a_signal_writes_the_stacks_and_the_process_goes_on(tmp_path: Path) -> N
         process.communicate()
 
 
-def test_stacks_name_the_tasks_from_before_a_freeze_of_the_garbage_collector() -> None:
+def test_stacks_name_the_tasks_from_before_a_freeze() -> None:
     """Learner and worker freeze what is loaded, and their first tasks with it."""
 
     async def scenario() -> tuple[str, int]:
