@@ -15,6 +15,7 @@ A sample is right if the reward is at least 1. A sample without a reward counts 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -177,6 +178,7 @@ class Evaluation:
             policy_version=min(versions, default=self._version),
             policy_version_max=max(versions, default=self._version),
             accuracy=_mean([result.reward for result in results]),
+            accuracy_error=_error([_mean([result.reward for result in samples]) for samples in by_prompt.values()]),
             num_prompts=len(by_prompt),
             num_samples=progress.chosen.num_samples,
             num_failed=sum(result.failed for result in results),
@@ -207,6 +209,11 @@ def _majority(samples: Sequence[_Result]) -> float:
     votes: Counter[str | None] = Counter(sample.answer for sample in samples if sample.answer is not None)
     most = max(votes.values(), default=0)
     return _mean([_is_right(sample) for sample in samples if votes[sample.answer] == most]) if most else 0.0
+
+
+def _error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean; NaN of a single value."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def _mean(values: Sequence[float]) -> float:

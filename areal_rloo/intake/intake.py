@@ -39,7 +39,7 @@ class IntakeStatistics:
 
     ledger: LedgerCounts
     num_workers: int
-    num_behind: int  # versions, of the worker with the oldest
+    num_behind: int  # most versions that a worker has missed
     rollout_idle_s: float
     generated_tokens: int
     rollout_busy_s: float

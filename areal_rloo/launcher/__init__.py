@@ -18,7 +18,6 @@ In the order of a start:
 - `supervisor`: starts processes and restarts crashed ones; `processes` are those of this host.
 - `ranks`: the ranks of the learner as a unit.
 - `long_logs`: shortens the output of a process.
-- `code_state`: the code of a run, and how it changed on a resume.
 - `learner_log`: tells the user of a run without progress, and of the first step of a resume.
 - `guard`: a process that kills hung processes after the death of the launcher.
 - `fleet`: the rollout workers of a run; `scale` is the command that changes their number.

@@ -27,6 +27,7 @@ from areal_rloo.launcher.plan import Plan
 from areal_rloo.launcher.supervisor import Supervisor
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.progress import Progress
+from areal_rloo.telemetry.targets import Targets
 
 logger = get_logger(__name__)
 
@@ -263,5 +264,6 @@ class Fleet:
                 self._supervisor.kill(name)
             if self._supervisor.exit_code(name) is not None:
                 self._supervisor.forget(name)
+                Targets(self._config, self._folder).remove(name)  # a killed worker has left its file
                 del self._leaving_until_s[name]
                 self._room.release(self._placement)

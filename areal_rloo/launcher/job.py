@@ -30,7 +30,7 @@ from areal_rloo.launcher.ranks import LearnerRanks
 from areal_rloo.launcher.run_folder import is_finished, newest_checkpoint
 from areal_rloo.launcher.supervisor import Starter, Supervisor, named
 from areal_rloo.learner.checkpoint_folder import UNWRITTEN, folder_of, standing
-from areal_rloo.learner.stretches import evaluations_changed_at
+from areal_rloo.learner.stretches import breaks_of
 from areal_rloo.learner.warm_start import PreparedModel, tiny_model_folder
 from areal_rloo.report import result_in, write_report
 from areal_rloo.telemetry.health import Health
@@ -95,17 +95,24 @@ class Job:
         goodbye_s = self._config.launcher.drain_timeout_s / 2
         console = RunConsole(quiet=not self._config.telemetry.progress)
         self._eval_set = next((source.label for source in self._config.data.eval_sources), "")
+        self._health = Health(self._config)
         self._progress = Progress(
             console,
             num_train_steps=self._config.learner.num_train_steps,
             eval_set=self._eval_set,
-            health=Health(self._config).look,
+            health=self._health.look,
             unsaved=self._unsaved,
         )
         self._supervisor = Supervisor(starter, request.folder / "logs", goodbye_s=goodbye_s, say=self._progress.warn)
         log = request.folder / "logs" / "learner.log"
         self._learner_log = LearnerLog(log, self._progress.warn, resumed=self._progress.go_back)
-        self._silence = Silence(self._progress.warn, log=self._learner_log, path=log, worker=self._words_of_a_worker)
+        self._silence = Silence(
+            self._progress.warn,
+            log=self._learner_log,
+            path=log,
+            num_train_steps=self._config.learner.num_train_steps,
+            worker=self._words_of_a_worker,
+        )
         self._signals = signals
         self._drain_ends_s: float | None = None
         self._disk_told = 0  # 1: of little room, 2: of no room
@@ -230,6 +237,7 @@ class Job:
             supervisor=self._supervisor,
             progress=self._progress,
         )
+        Targets(self._config, self._folder).remove()  # of workers of an earlier start, who may not come again
         with _first_start():
             ranks.start()
             fleet.start()
@@ -285,7 +293,7 @@ class Job:
                 records = tail.read()
                 self._progress.show(records)
                 if self._drain_ends_s is None:
-                    self._silence.look(len(records))
+                    self._silence.look(records)
             else:
                 self._recall(tail)
             self._supervisor.shorten_logs()
@@ -299,8 +307,8 @@ class Job:
 
     def _recall(self, tail: RecordTail) -> None:
         version = standing(folder_of(self._folder)).newest_version
-        changed_at = evaluations_changed_at(self._folder, resumed=(version, self._config))
-        self._progress.recall(tail.read(), version=version, evaluated_after=changed_at.get(self._eval_set, -1))
+        self._health.breaks = breaks = breaks_of(self._folder, resumed=(version, self._config))
+        self._progress.recall(tail.read(), version=version, evaluated_after=breaks.evaluations_after(self._eval_set))
 
     def _warn_of_disk(self, free: int) -> None:
         """Say that the disk has little room, and that it has none; each once until there is room again."""

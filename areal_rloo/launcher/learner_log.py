@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from areal_rloo.telemetry.records import Record, TrainRecord
 
 _MOST_BYTES = 64 * 1024  # of a look; in more records, an older one is not worth a line
 _RECORD = re.compile(r"^\S+ +\w+ +\S+ +(?P<module>\w+): (?P<text>.*)", re.MULTILINE)
@@ -59,7 +61,7 @@ class LearnerLog:
 
 
 class Silence:
-    """Says every 30 s how long no record has come, once this takes longer than usual in this run."""
+    """Says every 30 s how long no train step has ended, once this takes longer than usual in this run."""
 
     def __init__(
         self,
@@ -67,25 +69,31 @@ class Silence:
         *,
         log: LearnerLog,
         path: Path,
+        num_train_steps: int,
         worker: Callable[[], str] = lambda: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`path`: of the log, for the user. `worker` gives the last words of a worker, for a learner without any."""
         self._say, self._log, self._path, self._worker, self._clock = say, log, path, worker, clock
-        self._waits_s: deque[float] = deque(maxlen=_STEPS)  # for the last records
+        self._num_train_steps, self._is_done = num_train_steps, False
+        self._waits_s: deque[float] = deque(maxlen=_STEPS)  # for the last steps
         self.begin()
 
     def begin(self) -> None:
         """Start the clock: the learner starts now."""
         self._heard_s = self._said_s = self._clock()
 
-    def look(self, num_records: int) -> None:
-        """Take the number of records since the last look."""
+    def look(self, records: Sequence[Record]) -> None:
+        """Take the records since the last look; after the last step, a run evaluates for as long as it wants."""
         now_s = self._clock()
         waited_s = now_s - self._heard_s
-        if num_records:
-            self._waits_s.extend([waited_s / num_records] * min(num_records, _STEPS))
+        steps = [record for record in records if isinstance(record, TrainRecord)]
+        if steps:
+            self._waits_s.extend([waited_s / len(steps)] * min(len(steps), _STEPS))
             self._heard_s, self._said_s, self._log.wait = now_s, now_s, ""
+            self._is_done = steps[-1].num_train_steps >= self._num_train_steps
+        elif self._is_done:
+            return
         elif waited_s >= _SLOW * max(self._waits_s, default=0.0) and now_s - self._said_s >= _EVERY_S:
             self._said_s = now_s
             words = self._log.wait or self._log.newest or "the log is empty"

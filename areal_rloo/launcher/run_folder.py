@@ -18,12 +18,12 @@ from areal_rloo.config import Config, dump_config, load_config
 from areal_rloo.decoding import from_json, from_msgpack
 from areal_rloo.errors import CheckpointError, ConfigError, DecodeError, PreflightError, shown
 from areal_rloo.files import flush_to_disk, move_into_place, open_regular, read_regular, write_atomically
-from areal_rloo.launcher.code_state import changed_code, code_state
 from areal_rloo.launcher.placement import Host
 from areal_rloo.learner.checkpoint_folder import folder_of, list_checkpoints
 from areal_rloo.learner.lock import lock_path
 from areal_rloo.learner.stretches import STATE_NAME, changes_since, has_intact_config
 from areal_rloo.tasks import check_same_sources, load_train
+from areal_rloo.telemetry.code_state import changed_code, code_state
 from areal_rloo.telemetry.summary import SUMMARY_NAME, set_summary_aside
 from areal_rloo.wire.security import make_keys
 
@@ -193,12 +193,12 @@ def write_beginning(folder: Path, config: Config, hosts: Sequence[Host]) -> str:
     The summary of an earlier start is set aside, until the learner begins. Returns a line for the user if other code
     began the run.
     """
+    code = code_state()
     write_atomically(folder / "config.yaml", dump_config(config).encode())  # a process of an earlier start may read it
     set_summary_aside(folder)
     if not (folder / "keys").exists():  # processes of an earlier start may still use the keys
         _make_keys(folder / "keys")
     packages = ("torch", "transformers", "pyzmq", "msgspec", "numpy", "areal-rloo")
-    code = code_state()
     environment = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "python": sys.version,

@@ -45,7 +45,7 @@ from areal_rloo.learner.recording import Recorder
 from areal_rloo.learner.reporting import PaceStatistics, Reporter, records_so_far
 from areal_rloo.learner.resuming import check_model, newest_checkpoint, restored_ledger
 from areal_rloo.learner.state import Totals
-from areal_rloo.learner.stretches import begin_stretch
+from areal_rloo.learner.stretches import begin_stretch, breaks_of
 from areal_rloo.learner.team import Team, follow
 from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.learner.turn import turn_of_learner
@@ -59,10 +59,9 @@ from areal_rloo.telemetry.health import Health, HealthStatistics
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 from areal_rloo.telemetry.metrics import MetricsFile, watch
 from areal_rloo.telemetry.record_file import cut_records
-from areal_rloo.telemetry.scrapes import serve_metrics
+from areal_rloo.telemetry.scrapes import serve_process
 from areal_rloo.telemetry.stacks import show_on_signal
 from areal_rloo.telemetry.summary import SUMMARY_NAME, forget_earlier_summary
-from areal_rloo.telemetry.targets import Targets
 from areal_rloo.telemetry.trajectories import FILE_NAME
 from areal_rloo.telemetry.watchdog import Watchdog, WatchdogStatistics
 from areal_rloo.waiting import exit_despite_calls
@@ -227,9 +226,7 @@ def _serve_metrics(
     watch(registry, FleetStatistics, lambda: service.call(service.fleet.statistics, timeout_s=_SCRAPE_S))
     watch(registry, BroadcastStatistics, lambda: service.call(broadcaster.statistics, timeout_s=_SCRAPE_S))
     watch(registry, WatchdogStatistics, watchdog.statistics)
-    port, _ = serve_metrics(registry, arguments.metrics_port, address=config.telemetry.metrics_host)
-    logger.info("metrics on http://%s:%d/metrics", config.telemetry.metrics_host, port)
-    Targets(config, arguments.run_folder).add("learner", port)
+    serve_process(registry, config, arguments.run_folder, process="learner", port=arguments.metrics_port)
 
 
 def _lead(learner: Learner, arguments: Arguments) -> None:
@@ -297,7 +294,7 @@ def _reporter(
     config: Config, folder: Path, version: int, registry: CollectorRegistry, totals: Totals, checkpoints: Checkpoints
 ) -> Reporter:
     """Remove the records after the checkpoint's version from metrics.jsonl, and open the file."""
-    path, health = folder / "metrics.jsonl", Health(config)
+    path, health = folder / "metrics.jsonl", Health(config, breaks_of(folder, resumed=(version, config)))
     cut_records(path, version)
     watch(registry, HealthStatistics, health.statistics)
     reporter = Reporter(
@@ -307,7 +304,7 @@ def _reporter(
         records=records_so_far(path),
         totals=totals,
         checkpoints=checkpoints,
-        num_workers=config.rollout.num_workers,
+        config=config,
     )
     watch(registry, PaceStatistics, reporter.pace)
     return reporter

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 from prometheus_client import CollectorRegistry
 
+from areal_rloo.config import Config
 from areal_rloo.errors import DataError
 from areal_rloo.intake.intake import IntakeStatistics
 from areal_rloo.learner.checkpoint import Checkpoints
@@ -54,6 +55,7 @@ class PaceStatistics(msgspec.Struct, frozen=True, kw_only=True):
     metrics_prefix: ClassVar[str] = ""
 
     last_train_step_timestamp_s: Annotated[float, Metric("Time of the last train step, or of the start", "s")]
+    train_steps_left: Annotated[int, Metric("Train steps until the end of the run")]
     long_train_step_s: Annotated[float, Metric("Longest of the last 10 train steps and the waits before them", "s")]
 
 
@@ -76,7 +78,7 @@ class Reporter:
     records: InitVar[Sequence[Record]]  # of the run so far, before a restart
     totals: Totals  # sums over the whole run, restarts included; checkpoints keep them
     checkpoints: Checkpoints
-    num_workers: int
+    config: Config
 
     def __post_init__(self, registry: CollectorRegistry, records: Sequence[Record]) -> None:
         for record in records:
@@ -84,6 +86,7 @@ class Reporter:
         steps = [record for record in records if isinstance(record, TrainRecord)]
         self.metrics = LearnerMetrics(registry, steps[-1] if steps else None)
         self.evaluations = [record for record in records if isinstance(record, EvalRecord)]
+        self._steps_left = self.config.learner.num_train_steps - (steps[-1].policy_version if steps else 0)
         self._looking = threading.Lock()
         self._stepped, self._steps_s = datetime.now(UTC), deque([_FIRST_STEP_S], maxlen=_LAST_STEPS)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="metrics")
@@ -150,18 +153,21 @@ class Reporter:
         self.metrics.train_step(record)
         self._stepped = datetime.now(UTC)
         self._steps_s.append(elapsed_s)
+        self._steps_left = self.config.learner.num_train_steps - policy_version
         self._look(record)
 
     def pace(self) -> PaceStatistics:
         """Return the pace of the run; safe on any thread."""
         return PaceStatistics(
-            last_train_step_timestamp_s=self._stepped.timestamp(), long_train_step_s=max(self._steps_s.copy())
+            last_train_step_timestamp_s=self._stepped.timestamp(),
+            train_steps_left=max(0, self._steps_left),
+            long_train_step_s=max(self._steps_s.copy()),
         )
 
     def update_totals(self, statistics: IntakeStatistics) -> None:
         """Bring the totals up to this moment."""
         if self._first_step is not None:
-            idle_s = (statistics.rollout_idle_s - self._first_step.rollout_idle_s) / self.num_workers
+            idle_s = (statistics.rollout_idle_s - self._first_step.rollout_idle_s) / self.config.rollout.num_workers
             self.totals.rollout_idle_s = min(self._before.rollout_idle_s + idle_s, MOST_SECONDS)
         busy_s, decoding_s = self._before.rollout_busy_s, self._before.decoding_s
         self.totals.rollout_busy_s = min(busy_s + statistics.rollout_busy_s, MOST_SECONDS)

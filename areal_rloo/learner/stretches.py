@@ -11,6 +11,7 @@ The learner writes the files in `configs`, because only the learner knows from w
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -20,8 +21,14 @@ from areal_rloo.config.resume import Change, changes, shown
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import CheckpointError, ConfigError, DecodeError
 from areal_rloo.files import read_regular, write_atomically
+from areal_rloo.telemetry.health import Breaks
 
 _NAME = re.compile(r"step-([0-9]{6,})\.yaml")
+# A change of these keys moves the mean reward, whatever the policy does.
+_REWARDED = (
+    *("data.train", "rollout.sampling", "rollout.episode", "rollout.reward_timeout_s", "algorithm.rewards"),
+    *("algorithm.min_reward_std", "algorithm.group_filter"),
+)
 CONFIG_NAME, STATE_NAME = "config.yaml", "state.msgpack"  # in a checkpoint
 
 
@@ -90,8 +97,8 @@ def read_stretches(run_folder: Path) -> list[Stretch]:
     return stretches
 
 
-def evaluations_changed_at(run_folder: Path, *, resumed: tuple[int, Config] | None = None) -> dict[str, int]:
-    """Give by evaluation set the version after which accuracies can be compared: of the last change, or -1.
+def breaks_of(run_folder: Path, *, resumed: tuple[int, Config] | None = None) -> Breaks:
+    """Give the versions at which rewards or evaluations have changed.
 
     `resumed`: the version and the config of a resume whose learner has not begun.
     """
@@ -100,14 +107,20 @@ def evaluations_changed_at(run_folder: Path, *, resumed: tuple[int, Config] | No
         configs = {version: config for version, config in configs.items() if version < resumed[0]}
         configs[resumed[0]] = resumed[1]
     measured: dict[str, tuple[EvalSourceConfig, int]] = {}
-    changed_at: dict[str, int] = {}
+    evaluations: dict[str, list[int]] = {}
     known = [(version, config) for version, config in configs.items() if config is not None]
     for version, config in known:
         for source in config.data.eval_sources:
             before, now = measured.get(source.label), (source, config.eval_max_new_tokens)
-            changed_at[source.label] = changed_at.get(source.label, -1) if before in (None, now) else version
+            if before not in (None, now):
+                evaluations.setdefault(source.label, []).append(version)
             measured[source.label] = now
-    return changed_at
+    rewards = [
+        version
+        for (_, before_it), (version, config) in itertools.pairwise(known)
+        if any(change.key.startswith(_REWARDED) for change in changes(before_it, config))
+    ]
+    return Breaks(rewards, evaluations)
 
 
 def _loaded(path: Path) -> Config | None:

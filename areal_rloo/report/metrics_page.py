@@ -14,10 +14,11 @@ from areal_rloo.intake.lies import LieStatistics
 from areal_rloo.learner.reporting import PaceStatistics
 from areal_rloo.rewards.scoring import RewardStatistics
 from areal_rloo.rollout.protocol import ProtocolStatistics
+from areal_rloo.telemetry.code_state import RunInfo
 from areal_rloo.telemetry.health import HealthStatistics
 from areal_rloo.telemetry.metric import PREFIX, Measured, declared_metrics, healthy_range
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
-from areal_rloo.telemetry.scrapes import ScrapeStatistics
+from areal_rloo.telemetry.scrapes import FolderStatistics, ScrapeStatistics
 from areal_rloo.telemetry.watchdog import WatchdogStatistics
 from areal_rloo.turns import TurnStatistics
 from areal_rloo.weights.broadcast import BroadcastStatistics
@@ -38,6 +39,8 @@ SERVED: tuple[tuple[str, type[Measured]], ...] = (
     ("Server of an engine (rollout worker)", ServerStatistics),
     ("Rewards (rollout worker)", RewardStatistics),
     ("Wire (learner and rollout worker)", ChannelStatistics),
+    ("Run and code (learner and rollout worker)", RunInfo),
+    ("Disk (learner and rollout worker)", FolderStatistics),
     ("Scrapes (learner and rollout worker)", ScrapeStatistics),
     ("Watchdog (learner and rollout worker)", WatchdogStatistics),
     ("Results on the wire (rollout worker)", ProtocolStatistics),
@@ -51,6 +54,10 @@ A field of metrics.jsonl and the metric at `/metrics` have the same name. One ru
 prefix `{PREFIX}`, the field, `_s` at the end spelled `_seconds`, and `_total` after a total. Some totals are numbers
 of a single step in the file, and the sum over all steps since the learner started at `/metrics`. A field with several
 values has a label. A number that could not be measured is NaN, `null` in the file.
+
+Each process also serves the numbers that the Prometheus library has of every Linux process: `process_resident_memory_bytes`,
+`process_cpu_seconds_total`, `process_open_fds`, `process_max_fds`, `process_virtual_memory_bytes` and
+`process_start_time_seconds`.
 
 The healthy range of a total is the range of its growth. `launcher/monitoring/prometheus/alerts.yml` has an alert for
 each range, with the window of time.

@@ -18,7 +18,7 @@ from areal_rloo.files import read_regular, write_atomically
 from areal_rloo.inspect.page import PAGE_NAME, write_page
 from areal_rloo.inspect.shown import NUM_COLORS, document
 from areal_rloo.learner.checkpoint_folder import folder_of, standing
-from areal_rloo.learner.stretches import Stretch, evaluations_changed_at, read_stretches
+from areal_rloo.learner.stretches import Stretch, breaks_of, read_stretches
 from areal_rloo.report.charts import Curve, line_chart, stacked_chart
 from areal_rloo.telemetry.health import Health
 from areal_rloo.telemetry.metric import Declared, Measured, declared_metrics, healthy_range
@@ -90,9 +90,9 @@ def result_in(folder: Path) -> list[str]:
 
 def _comparable(folder: Path, records: Sequence[Record]) -> list[EvalRecord]:
     """Give the evaluations after the last change of their set."""
-    changed_at = evaluations_changed_at(folder)
+    breaks = breaks_of(folder)
     evaluations = [record for record in records if isinstance(record, EvalRecord)]
-    return [record for record in evaluations if record.policy_version > changed_at.get(record.name, -1)]
+    return [record for record in evaluations if record.policy_version > breaks.evaluations_after(record.name)]
 
 
 def _bottleneck(folder: Path, records: Sequence[Record]) -> str | None:
@@ -105,7 +105,7 @@ def _bottleneck(folder: Path, records: Sequence[Record]) -> str | None:
 def _health(folder: Path, records: Sequence[Record]) -> str:
     """List when each symptom began and was over."""
     try:
-        health = Health(load_config(str(folder / "config.yaml")))
+        health = Health(load_config(str(folder / "config.yaml")), breaks_of(folder))
     except ConfigError:
         return ""
     rows = [

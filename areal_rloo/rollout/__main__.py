@@ -33,9 +33,8 @@ from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.tasks.tools import tool_schemas
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 from areal_rloo.telemetry.metrics import watch
-from areal_rloo.telemetry.scrapes import serve_metrics
+from areal_rloo.telemetry.scrapes import serve_process
 from areal_rloo.telemetry.stacks import show_on_signal
-from areal_rloo.telemetry.targets import Targets
 from areal_rloo.telemetry.watchdog import Watchdog, WatchdogStatistics
 from areal_rloo.waiting import exit_despite_threads, run_beside_user_code
 from areal_rloo.weights.receive import Receiver, ReceiveStatistics
@@ -127,10 +126,8 @@ async def _generate(config: Config, arguments: Arguments, folder: Path) -> None:
         watch(registry, ChannelStatistics, channel.statistics)
         watch(registry, ReceiveStatistics, receiver.statistics)
         watch(registry, ProtocolStatistics, worker.statistics)
-        port, _ = serve_metrics(registry, arguments.metrics_port, address=config.telemetry.metrics_host)
-        logger.info("metrics on http://%s:%d/metrics", config.telemetry.metrics_host, port)
-        targets = Targets(config, arguments.run_folder)
-        targets.add(arguments.worker_id, port)
+        run_folder, name = arguments.run_folder, arguments.worker_id
+        targets = serve_process(registry, config, run_folder, process=name, port=arguments.metrics_port)
         gc.collect()
         gc.freeze()  # else a collection looks at all that is loaded, for 0.1 s, in which the loop stands still
         logger.info("ready on %s with %d threads", arguments.device, arguments.num_threads)

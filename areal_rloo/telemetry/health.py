@@ -2,7 +2,7 @@
 
 A symptom is a state of the newest records, and over when they no longer show it. The learner logs the symptoms and
 serves them as a metric, the launcher prints them, and the report lists them; all of them ask `Health`. The limits are
-wide: a healthy run shows no symptom.
+wide: a healthy run shows no symptom, and small batches are looked at for more steps.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Annotated, ClassVar, NamedTuple
@@ -21,9 +21,11 @@ from areal_rloo.config import Config
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 
-_IN_A_ROW = 3  # steps: one alone can be chance
-_RECENT = 5  # steps of a mean
-_WINDOW = 20  # steps kept
+_IN_A_ROW, _SAMPLES = 3, 100  # steps: one alone can be chance, and so can few samples
+_RECENT, _GROUPS = 5, 100  # steps of a mean, with at least so many groups
+_WINDOW = 4  # times the steps of a mean
+_AGAIN = 20  # steps until a symptom is said again
+_OVER = 5  # steps without a symptom
 _TRUNCATED = 0.9  # share of trajectories
 _MASKED = 0.5  # share of tokens
 _CLIPPED = 10.0  # gradient norm over the limit
@@ -32,9 +34,30 @@ _COLLAPSED = 0.1  # entropy over that of the first steps
 _LONGER = 2.0  # completions within a window
 _TRUNCATED_TOO = 0.2  # share of trajectories, for longer completions
 _FALL = 0.5  # of the mean reward, in standard deviations of the rewards of a step
+_NOISE = 8.0  # standard errors between a mean reward and the best of thousands of steps
 _LEAST_FALL = 1e-6  # for rewards without a spread
-_ERRORS = 3.0  # standard errors between an accuracy and the best
+_ERRORS = 4.0  # standard errors of the difference between an accuracy and the best of many
+_LEAST_PROMPTS = 20  # of an evaluation that tells
 _BEHIND = 2  # versions beyond the bound: a worker takes each version a moment after its step
+
+SYMPTOMS = (
+    *("nothing_trained", "no_signal", "no_gradient", "weights_late", "truncated", "stale", "always_clipped"),
+    *("mismatch", "longer", "entropy_collapse", "reward_fell", "accuracy_fell"),
+)
+
+
+class Breaks(NamedTuple):
+    """Versions at which a resume with another config began: numbers before and after cannot be compared."""
+
+    rewards: Sequence[int] = ()
+    evaluations: Mapping[str, Sequence[int]] = {}  # by set
+
+    def evaluations_after(self, name: str) -> int:
+        """Give the version after which all accuracies of a set can be compared; -1: there was no break."""
+        return max(self.evaluations.get(name, ()), default=-1)
+
+
+_NO_BREAKS = Breaks()
 
 
 class Symptom(NamedTuple):
@@ -48,6 +71,9 @@ class Symptom(NamedTuple):
         return f"{self.name}: {self.finding}; {self.remedy}"
 
 
+_Judgement = tuple[str, Symptom | None]  # None: the records do not show the symptom of this name
+
+
 class HealthStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """The symptoms of the newest records."""
 
@@ -57,198 +83,261 @@ class HealthStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True)
-class _Accuracies:
-    """The evaluations on a set."""
+class _Lasting:
+    """A symptom that began and is not over."""
 
-    best: EvalRecord
-    before: EvalRecord
-    last: EvalRecord
+    symptom: Symptom
+    since: int  # version
+    said: int = 0  # steps that it had lasted
+    absent: int = 0  # records in a row without it
+
+
+class _Reward(NamedTuple):
+    """The rewards of the steps up to a version."""
+
+    mean: float
+    spread: float  # standard deviation within a step; 0 for a solved task
+    error: float  # standard error of the mean
+    version: int
 
 
 class Health:
-    """Looks at the records of a run in their order; a record of an earlier version takes later records back."""
+    """Looks at the records of a run in their order; the record of a step takes back records of later steps."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, breaks: Breaks = _NO_BREAKS) -> None:
+        groups = config.learner.groups_per_step
+        self.breaks = breaks
         self._max_norm, self._max_staleness = config.learner.optimizer.max_grad_norm, config.algorithm.max_staleness
+        self._in_a_row = max(_IN_A_ROW, math.ceil(_SAMPLES / (groups * config.algorithm.group_size)))
+        self._equal_in_a_row = max(_IN_A_ROW, math.ceil(_GROUPS / groups))
+        self._recent = max(_RECENT, math.ceil(_GROUPS / groups))
         self._first: list[TrainRecord] = []  # steps of the run
-        self._steps: deque[TrainRecord] = deque(maxlen=_WINDOW)
-        self._best_reward: tuple[float, float, int] | None = None  # mean, standard deviation, last step
-        self._accuracies: dict[str, _Accuracies] = {}
-        self._present: dict[str, Symptom] = {}
-        self._since: dict[str, int] = {}  # version at which a symptom began
-        self._said: dict[str, int] = {}  # steps that a symptom had lasted
+        self._steps: deque[TrainRecord] = deque(maxlen=_WINDOW * self._recent)
+        self._bests: list[_Reward] = []  # each better than the one before
+        self._evaluations: dict[str, list[EvalRecord]] = {}
+        self._lasting: dict[tuple[str, str], _Lasting] = {}  # by name and evaluation set
 
     @property
     def present(self) -> Sequence[Symptom]:
-        """The symptoms of the newest records."""
-        return [*self._present.values()]
+        """The symptoms that last."""
+        return [lasting.symptom for lasting in self._lasting.values()]
 
     def statistics(self) -> HealthStatistics:
-        return HealthStatistics(symptom={name: int(name in self._present) for name in SYMPTOMS})
+        present = {name for name, _ in self._lasting.copy()}  # a scrape comes on a thread of its own
+        return HealthStatistics(symptom={name: int(name in present) for name in SYMPTOMS})
 
     def look(self, record: Record) -> list[str]:
         """Take a record; return the lines to say: a symptom that began, lasts twice as long, or is over."""
         if isinstance(record, EvalRecord):
-            self._note_accuracy(record)
-        else:
-            self._note_step(record)
-        found = {symptom.name: symptom for symptom in self._symptoms()}
-        lines = [f"health: {name} is over" for name in self._present if name not in found]
-        for name, symptom in found.items():
-            since = self._since.setdefault(name, record.policy_version) if name in self._present else None
-            if since is None:
-                self._since[name], self._said[name] = record.policy_version, 0
+            self._note_evaluation(record)
+            return self._lines(_fallen(self._evaluations[record.name]), record, of=record.name, absent=1)
+        self._note_step(record)
+        return self._lines(self._judge(), record, of="", absent=_OVER)
+
+    def _lines(self, judged: Iterable[_Judgement], record: Record, *, of: str, absent: int) -> list[str]:
+        """Bring what lasts up to date. A symptom that cannot be judged stays; `absent`: records without one end it."""
+        lines, version = [], record.policy_version
+        for name, symptom in judged:
+            lasting = self._lasting.get((name, of))
+            if symptom is None:
+                if lasting is not None:
+                    lasting.absent += 1
+                    if lasting.absent >= absent:
+                        del self._lasting[name, of]
+                        lines.append(f"health: {name} is over{f' on {of}' if of else ''}")
+            elif lasting is None:
+                self._lasting[name, of] = _Lasting(symptom, version)
                 lines.append(f"health: {symptom}")
-            elif (lasted := record.policy_version - since) >= max(_WINDOW, 2 * self._said[name]):
-                self._said[name] = lasted
-                lines.append(f"health: for {lasted} steps, {symptom}")
-        self._present = found
+            else:
+                lasting.symptom, lasting.since, lasting.absent = symptom, min(lasting.since, version), 0
+                if (lasted := version - lasting.since) >= max(_AGAIN, 2 * lasting.said):
+                    lasting.said = lasted
+                    lines.append(f"health: for {lasted} steps, {symptom}")
         return lines
 
     def _note_step(self, record: TrainRecord) -> None:
-        if self._steps and record.policy_version <= self._steps[-1].policy_version:  # the learner went back
-            self._steps = deque((s for s in self._steps if s.policy_version < record.policy_version), _WINDOW)
-            self._first = [step for step in self._first if step.policy_version < record.policy_version]
+        version = record.policy_version
+        if self._steps and version <= self._steps[-1].policy_version:  # the learner went back
+            self._steps = deque((s for s in self._steps if s.policy_version < version), self._steps.maxlen)
+            self._first = [step for step in self._first if step.policy_version < version]
+            self._bests = [best for best in self._bests if best.version < version]
+            for name, records in self._evaluations.items():
+                self._evaluations[name] = [known for known in records if known.policy_version < version]
+        if self._steps and _between(self.breaks.rewards, self._steps[-1], record):
+            self._steps.clear()
+            self._first, self._bests = [], []
         self._steps.append(record)
-        if len(self._first) < _RECENT:
+        if len(self._first) < self._recent:
             self._first.append(record)
-        if len(self._steps) >= _RECENT:
-            mean, spread = self._mean("reward_mean"), self._mean("reward_std")
-            if self._best_reward is None or mean > self._best_reward[0]:
-                self._best_reward = (mean, spread, record.policy_version)
+        if len(self._steps) >= self._recent:
+            reward = self._reward()
+            if not self._bests or reward.mean > self._bests[-1].mean:
+                self._bests.append(reward)
 
-    def _note_accuracy(self, record: EvalRecord) -> None:
-        known = self._accuracies.get(record.name)
-        if known is None or known.best.num_prompts != record.num_prompts:  # another set by the same name
-            self._accuracies[record.name] = _Accuracies(record, record, record)
-            return
-        known.before, known.last = known.last, record
-        if record.accuracy > known.best.accuracy:
-            known.best = record
+    def _note_evaluation(self, record: EvalRecord) -> None:
+        known = self._evaluations.setdefault(record.name, [])
+        if known and (
+            known[-1].num_prompts != record.num_prompts
+            or _between(self.breaks.evaluations.get(record.name, ()), known[-1], record)
+        ):
+            known.clear()
+        known.append(record)
 
-    def _symptoms(self) -> Iterator[Symptom]:
-        if len(self._steps) >= _IN_A_ROW:
-            yield from self._of_the_batch()
-        if len(self._steps) >= _RECENT:
-            yield from self._of_the_policy()
-        for accuracies in self._accuracies.values():
-            yield from _of_an_accuracy(accuracies)
-
-    def _of_the_batch(self) -> Iterator[Symptom]:
-        """Find why steps teach nothing, the first cause alone."""
-        last = self._steps[-1]
-        if self._in_a_row(lambda step: step.trained_tokens == 0):
-            yield Symptom(
-                "nothing_trained",
-                f"no token of the last {_IN_A_ROW} steps is in the loss ({_share(last.masked_token_share)} are past "
-                f"algorithm.max_staleness={self._max_staleness}, {_share(last.truncated_token_share)} are of "
-                "truncated completions)",
-                "raise algorithm.max_staleness or rollout.sampling.max_new_tokens",
-            )
-        elif self._in_a_row(lambda step: step.zero_variance_group_share == 1 and not step.advantage_abs_mean > 0):
-            yield Symptom(
+    def _judge(self) -> Iterator[_Judgement]:
+        """Judge the symptoms for which there are enough steps."""
+        num, last = self._equal_in_a_row, self._steps[-1]
+        if len(self._steps) >= self._in_a_row:
+            yield from self._of_steps_in_a_row()
+        if len(self._steps) >= num:
+            yield _judged(
                 "no_signal",
+                self._all_of(num, _has_equal_rewards),
                 f"all rewards of each group are equal (mean reward {last.reward_mean:.3g}), so the advantages are 0",
-                "look at trajectories with python -m areal_rloo.inspect; the reward may never be given, or the "
-                "prompts are too hard, or all solved",
+                "look at trajectories with python -m areal_rloo.inspect; the reward may never be given, or the prompts "
+                "are too hard, or all solved",
             )
-        elif self._in_a_row(lambda step: step.gradient_norm == 0):
-            yield Symptom("no_gradient", "the gradient is 0", "look at the clipped and masked shares of the report")
-        if self._in_a_row(lambda step: step.weights_behind > self._max_staleness + _BEHIND):
-            yield Symptom(
-                "weights_late",
-                f"a rollout worker is {last.weights_behind} versions behind",
-                "logs/learner.log and logs/rollout-*.log say why it does not take the weights",
-            )
-        if self._in_a_row(lambda step: step.truncated_share >= _TRUNCATED):
-            yield Symptom(
-                "truncated",
-                f"{_share(last.truncated_share)} of the completions end at the token limit",
-                "raise rollout.sampling.max_new_tokens, or look whether the policy ever ends a completion",
-            )
+        if len(self._steps) >= self._recent:
+            yield from self._of_means()
+            yield from self._of_collapses()
+        if len(self._steps) == self._steps.maxlen:
+            yield from self._of_a_window()
 
-    def _of_the_policy(self) -> Iterator[Symptom]:
-        steps, norm = self._steps, self._max_norm
-        if self._mean("masked_token_share") >= _MASKED:
-            yield Symptom(
-                "stale",
-                f"{_share(self._mean('masked_token_share'))} of the tokens are past algorithm.max_staleness="
-                f"{self._max_staleness}, and not trained on",
-                "raise algorithm.max_staleness, or generate faster",
-            )
-        if len(steps) == _WINDOW and all(step.gradient_norm > norm for step in steps):
-            median = statistics.median(step.gradient_norm for step in steps)
-            if median > _CLIPPED * norm:
-                yield Symptom(
-                    "always_clipped",
-                    f"the gradient norm (median {median:.3g}) is above {norm:g} in each of {_WINDOW} steps",
-                    "lower learner.optimizer.learning_rate, or look at the scale of the rewards",
-                )
-        mismatch = self._mean("mismatch_abs_mean")
-        if mismatch > _MISMATCH:
-            yield Symptom(
-                "mismatch",
-                f"engine and learner differ by {mismatch:.3g} nats a token at the same version",
-                "compare their dtypes, sampling and attention; see docs/engines.md",
-            )
-        before = [step.completion_tokens_mean for step in list(steps)[:_RECENT]]
+    def _of_steps_in_a_row(self) -> Iterator[_Judgement]:
+        num, last = self._in_a_row, self._steps[-1]
+        yield _judged(
+            "nothing_trained",
+            self._all_of(num, lambda step: step.trained_tokens == 0),
+            f"no token of the last {num} steps is in the loss ({_share(last.masked_token_share)} are past "
+            f"algorithm.max_staleness={self._max_staleness}, {_share(last.truncated_token_share)} are of truncated "
+            "completions)",
+            "raise algorithm.max_staleness or rollout.sampling.max_new_tokens",
+        )
+        yield _judged(
+            "no_gradient",
+            self._all_of(num, lambda step: step.gradient_norm == 0 and step.advantage_abs_mean > 0),
+            "the gradient is 0",
+            "look at the clipped and masked shares of the report",
+        )
+        yield _judged(
+            "weights_late",
+            self._all_of(num, lambda step: step.weights_behind > self._max_staleness + _BEHIND),
+            f"a rollout worker is {last.weights_behind} versions behind",
+            "logs/learner.log and logs/rollout-*.log say why it does not take the weights",
+        )
+        yield _judged(
+            "truncated",
+            self._all_of(num, lambda step: step.truncated_share >= _TRUNCATED),
+            f"{_share(last.truncated_share)} of the completions end at the token limit",
+            "raise rollout.sampling.max_new_tokens, or look whether the policy ever ends a completion",
+        )
+
+    def _of_means(self) -> Iterator[_Judgement]:
+        masked, mismatch = self._mean("masked_token_share"), self._mean("mismatch_abs_mean")
+        yield _judged(
+            "stale",
+            masked >= _MASKED,
+            f"{_share(masked)} of the tokens are past algorithm.max_staleness={self._max_staleness}, and not trained "
+            "on",
+            "raise algorithm.max_staleness, or generate faster",
+        )
+        yield _judged(
+            "mismatch",
+            mismatch > _MISMATCH,
+            f"engine and learner differ by {mismatch:.3g} nats a token at the same version",
+            "compare their dtypes, sampling and attention; see docs/engines.md",
+        )
+
+    def _of_a_window(self) -> Iterator[_Judgement]:
+        steps, limit = [*self._steps], self._max_norm
+        norms = [step.gradient_norm for step in steps]
+        median = statistics.median(norms)
+        yield _judged(
+            "always_clipped",
+            all(math.isfinite(norm) and norm > limit for norm in norms) and median > _CLIPPED * limit,
+            f"the gradient norm (median {median:.3g}) is above {limit:g} in each of {len(norms)} steps",
+            "lower learner.optimizer.learning_rate, or look at the scale of the rewards",
+        )
+        before = statistics.mean(step.completion_tokens_mean for step in steps[: self._recent])
         length, truncated = self._mean("completion_tokens_mean"), self._mean("truncated_share")
-        if len(steps) == _WINDOW and length > _LONGER * statistics.mean(before) and truncated > _TRUNCATED_TOO:
-            yield Symptom(
-                "longer",
-                f"completions grew from {statistics.mean(before):.0f} to {length:.0f} tokens within {_WINDOW} steps, "
-                f"and {_share(truncated)} end at the limit",
-                "look at trajectories; algorithm.rewards.overlong_tokens takes reward from long completions",
-            )
-        yield from self._collapses()
+        yield _judged(
+            "longer",
+            length > _LONGER * before and truncated > _TRUNCATED_TOO,
+            f"completions grew from {before:.0f} to {length:.0f} tokens within {len(steps)} steps, and "
+            f"{_share(truncated)} end at the limit",
+            "look at trajectories; algorithm.rewards.overlong_tokens takes reward from long completions",
+        )
 
-    def _collapses(self) -> Iterator[Symptom]:
+    def _of_collapses(self) -> Iterator[_Judgement]:
         """Find an entropy near 0 without a gain in reward, and a fallen reward."""
-        reward, entropy = self._mean("reward_mean"), self._mean("entropy")
-        began = [step.entropy for step in self._first if not math.isnan(step.entropy)]
-        gain = reward - statistics.mean(step.reward_mean for step in self._first)
+        reward, entropy, best = self._reward(), self._mean("entropy"), self._bests[-1]
+        began = statistics.mean(_finite(step.entropy for step in self._first))
+        gain = reward.mean - statistics.mean(step.reward_mean for step in self._first)
         spread = statistics.mean(step.reward_std for step in self._first)
-        if began and entropy < _COLLAPSED * statistics.mean(began) and gain < _FALL * spread:
-            yield Symptom(
-                "entropy_collapse",
-                f"the entropy fell from {statistics.mean(began):.3g} to {entropy:.3g} nats without a gain in reward",
-                "lower learner.optimizer.learning_rate, or go back to an earlier checkpoint",
-            )
-        if self._best_reward is not None:
-            best, spread, version = self._best_reward
-            fall = _FALL * max(spread, self._mean("reward_std"))  # a solved task has no spread
-            if reward < best - max(fall, _LEAST_FALL):
-                yield Symptom(
-                    "reward_fell",
-                    f"the mean reward fell from {best:.3g} (step {version}) to {reward:.3g}",
-                    "lower learner.optimizer.learning_rate, or go back to an earlier checkpoint",
-                )
+        yield _judged(
+            "entropy_collapse",
+            entropy < _COLLAPSED * began and gain < _FALL * spread,
+            f"the entropy fell from {began:.3g} to {entropy:.3g} nats without a gain in reward",
+            "lower learner.optimizer.learning_rate, or go back to an earlier checkpoint",
+        )
+        fall = max(_FALL * max(best.spread, reward.spread), _NOISE * max(best.error, reward.error), _LEAST_FALL)
+        yield _judged(
+            "reward_fell",
+            reward.mean < best.mean - fall,
+            f"the mean reward fell from {best.mean:.3g} (step {best.version}) to {reward.mean:.3g}",
+            "lower learner.optimizer.learning_rate, or go back to an earlier checkpoint",
+        )
 
-    def _in_a_row(self, holds: Callable[[TrainRecord], bool]) -> bool:
-        return all(holds(step) for step in list(self._steps)[-_IN_A_ROW:])
+    def _reward(self) -> _Reward:
+        """Measure the reward of the last steps."""
+        means = [step.reward_mean for step in list(self._steps)[-self._recent :]]
+        error = statistics.stdev(means) / math.sqrt(len(means))
+        version = self._steps[-1].policy_version
+        return _Reward(statistics.mean(means), self._mean("reward_std"), error, version)
+
+    def _all_of(self, num_steps: int, holds: Callable[[TrainRecord], bool]) -> bool:
+        return all(holds(step) for step in list(self._steps)[-num_steps:])
 
     def _mean(self, field: str) -> float:
         """Return the mean of the last steps, without those that could not measure the number; NaN if none could."""
-        values: list[float] = [attrgetter(field)(step) for step in list(self._steps)[-_RECENT:]]
-        return statistics.mean([value for value in values if not math.isnan(value)] or [math.nan])
+        return statistics.mean(_finite(attrgetter(field)(step) for step in list(self._steps)[-self._recent :]))
 
 
-SYMPTOMS = (
-    *("nothing_trained", "no_signal", "no_gradient", "weights_late", "truncated", "stale", "always_clipped"),
-    *("mismatch", "longer", "entropy_collapse", "reward_fell", "accuracy_fell"),
-)
+def _has_equal_rewards(step: TrainRecord) -> bool:
+    """Tell a step without a signal from one whose tokens are all masked."""
+    return step.trained_tokens > 0 and step.zero_variance_group_share == 1 and not step.advantage_abs_mean > 0
 
 
-def _of_an_accuracy(known: _Accuracies) -> Iterator[Symptom]:
-    best, share = known.best, min(1.0, max(0.0, known.best.accuracy))
-    error = math.sqrt(max(share * (1 - share), 1 / best.num_prompts) / best.num_prompts)
-    if all(record.accuracy < best.accuracy - _ERRORS * error for record in (known.before, known.last)):
-        yield Symptom(
-            "accuracy_fell",
-            f"the accuracy on {best.name} fell from {best.accuracy:.3f} (version {best.policy_version}) to "
-            f"{known.last.accuracy:.3f}",
-            f"go back to the checkpoint of version {best.policy_version}, or lower learner.optimizer.learning_rate",
-        )
+def _fallen(evaluations: Sequence[EvalRecord]) -> Iterator[_Judgement]:
+    """Compare the last two evaluations on a set with the best before: one alone can be chance."""
+    if len(evaluations) <= 2 or evaluations[-1].num_prompts < _LEAST_PROMPTS:
+        return
+    *earlier, before, last = evaluations
+    best = max(earlier, key=lambda record: record.accuracy)
+    falls = [
+        record.accuracy < best.accuracy - _ERRORS * math.hypot(best.accuracy_error, record.accuracy_error)
+        for record in (before, last)
+    ]
+    yield _judged(
+        "accuracy_fell",
+        all(falls),
+        f"the accuracy on {best.name} fell from {best.accuracy:.3f} (version {best.policy_version}) to "
+        f"{last.accuracy:.3f}",
+        f"go back to the checkpoint of version {best.policy_version}, or lower learner.optimizer.learning_rate",
+    )
+
+
+def _judged(name: str, shows: bool, finding: str, remedy: str) -> _Judgement:
+    return name, Symptom(name, finding, remedy) if shows else None
+
+
+def _between(versions: Sequence[int], one: Record, other: Record) -> bool:
+    """Return True if a break lies between two records; at the version of a break, the old config still measured."""
+    return any(one.policy_version <= version < other.policy_version for version in versions)
+
+
+def _finite(values: Iterator[float]) -> list[float]:
+    """Leave out numbers that could not be measured; a file has null for an infinite one, too."""
+    return [value for value in values if math.isfinite(value)] or [math.nan]
 
 
 def _share(value: float) -> str:

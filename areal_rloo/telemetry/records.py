@@ -98,7 +98,9 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     generated_tokens_per_s: Annotated[float, Metric("Generated since the last record", "tokens/s", chart=_SPEED)]
     trained_tokens: Annotated[int, Metric("Completion tokens in the loss of this step", "tokens", "sum")]
     trained_tokens_per_s: Annotated[float, Metric("Trained on since the last record", "tokens/s", chart=_SPEED)]
-    zero_variance_group_share: Annotated[float, Metric("Groups whose rewards are all equal", "share", chart=_SHARES)]
+    zero_variance_group_share: Annotated[
+        float, Metric("Groups whose rewards are all equal", "share", healthy=(0, 0.9), chart=_SHARES)
+    ]
     truncated_share: Annotated[
         float, Metric("Trajectories ended by the token limit", "share", chart=_SHARES, curve="truncated completions")
     ]
@@ -121,7 +123,9 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
         float, Metric("Tokens that their behaviour_weight masked", "share", healthy=_RARE, chart=_LIMITED)
     ]
     behaviour_kl_k1: Annotated[float, Metric("KL(behaviour, current) by k1, mean of tokens", "nats")]
-    behaviour_kl_k3: Annotated[float, Metric("KL(behaviour, current) by k3, mean of tokens", "nats", chart=_KL)]
+    behaviour_kl_k3: Annotated[
+        float, Metric("KL(behaviour, current) by k3, mean of tokens", "nats", healthy=(0, 0.5), chart=_KL)
+    ]
     behaviour_kl_by_staleness: Annotated[
         dict[int, float], Metric("KL(behaviour, current) by k3, by staleness", "nats", label="staleness")
     ]
@@ -165,9 +169,9 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     rollout_busy_s: Annotated[float, Metric("Time with a completion being decoded, all workers", "s", "counter")]
     decoding_s: Annotated[float, Metric("Time in decoding, summed over completions", "s", "counter")]
     num_workers: Annotated[int, Metric("Rollout workers alive at the end of the step")]
-    weights_behind: Annotated[int, Metric("Versions between the newest and the worker's with the oldest", "versions")]
+    weights_behind: Annotated[int, Metric("Most versions that a worker has missed since its start", "versions")]
     filtered_prompts: Annotated[int, Metric("Prompts left out because of their length", kind="counter")]
-    truncated_prompts: Annotated[int, Metric("Prompts cut to their end, since this process began", kind="counter")]
+    truncated_prompts: Annotated[int, Metric("Prompts cut to their end since the learner started")]
     ledger: LedgerCounts
 
 
@@ -180,6 +184,7 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     policy_version: Annotated[int, Metric("Lowest version of the weights that was measured", "versions")]
     policy_version_max: Annotated[int, Metric("Highest version of the weights that was measured", "versions")]
     accuracy: Annotated[float, Metric("Mean reward on a held-out set", chart=_ACCURACY)]
+    accuracy_error: Annotated[float, Metric("Standard error of the accuracy over the prompts")]
     num_prompts: Annotated[int, Metric("Prompts of the held-out set")]
     num_samples: Annotated[int, Metric("Samples of each prompt", "samples")]
     num_failed: Annotated[int, Metric("Samples without a reward, counted as wrong", "samples", healthy=(0, 0))]

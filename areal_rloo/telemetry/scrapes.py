@@ -7,18 +7,27 @@ a time limit, and the oldest is ended if there are too many. A refused request i
 from __future__ import annotations
 
 import io
+import math
+import shutil
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import Annotated, Any, ClassVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import msgspec
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 
+from areal_rloo.config import Config
+from areal_rloo.telemetry.code_state import RunInfo, run_info
+from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.telemetry.metrics import watch
+from areal_rloo.telemetry.targets import Targets
+
+logger = get_logger(__name__)
 
 MOST_CONNECTIONS = 32
 _TIMEOUT_S = 10.0  # of a wait for the bytes of a request
@@ -30,6 +39,30 @@ class ScrapeStatistics(msgspec.Struct, frozen=True, kw_only=True):
     metrics_prefix: ClassVar[str] = "scrape_"
 
     refused: Annotated[int, Metric("Connections to /metrics without a readable request in time", kind="counter")]
+
+
+class FolderStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """The disk of the run folder, as this process sees it."""
+
+    metrics_prefix: ClassVar[str] = "run_folder_"
+
+    free_bytes: Annotated[int, Metric("Free disk at the run folder", "bytes", healthy=(1e9, math.inf))]
+
+
+def serve_process(registry: CollectorRegistry, config: Config, run_folder: Path, *, process: str, port: int) -> Targets:
+    """Serve the metrics of a process of a run, with those of every Linux process, and tell Prometheus where.
+
+    `process`: its name in the run. The caller removes the target when the process ends well.
+    """
+    info = run_info(config, run_folder)
+    watch(registry, RunInfo, lambda: info)
+    watch(registry, FolderStatistics, lambda: FolderStatistics(free_bytes=shutil.disk_usage(run_folder).free))
+    ProcessCollector(registry=registry)
+    port, _ = serve_metrics(registry, port, address=config.telemetry.metrics_host)
+    logger.info("metrics on http://%s:%d/metrics", config.telemetry.metrics_host, port)
+    targets = Targets(config, run_folder)
+    targets.add(process, port)
+    return targets
 
 
 def serve_metrics(registry: CollectorRegistry, port: int, address: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:

@@ -1,7 +1,8 @@
 """Tell Prometheus where the processes of a run serve /metrics: a file for each, which `file_sd_configs` reads.
 
 A process writes its file when it serves, and removes the file when it ends well. The file of a crashed process stays,
-so Prometheus finds the target down. All runs share a folder, because Prometheus accepts a pattern for file names alone.
+so Prometheus finds the target down, until the run starts again or has ended well. All runs share a folder, because
+Prometheus accepts a pattern for file names alone.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ class Targets:
 
     def add(self, process: str, port: int) -> None:
         """Write the file of a process; a disk without room costs the file alone."""
-        host = _own_address() if self._host in _EVERYWHERE else self._host
-        entry = {"targets": [host_and_port(host, port)], "labels": {"run": self._run.name, "process": process}}
         if self._folder is None:
             return
+        host = _own_address() if self._host in _EVERYWHERE else self._host
+        entry = {"targets": [host_and_port(host, port)], "labels": {"run": self._run.name, "process": process}}
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_atomically(self._folder / f"{self._prefix}{process}.json", json.dumps([entry]).encode())
@@ -56,7 +57,7 @@ def _own_address() -> str:
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
-    except OSError:
+    except (OSError, UnicodeError):  # a name of over 63 characters is none for a name server
         return name
     return name if address.startswith("127.") else address
 

@@ -81,6 +81,7 @@ class Member:
 
     policy_version: int
     highest_version: int  # so far
+    since_version: int = -1  # the newest when the worker came, or fell back
     offer_id: int | None = None  # of the offer without an answer yet, also after the deadline of the offer
     answer_number: int = 0  # number of the message with the last answer
     num_doublings: int = 0  # of the backoff after the next failure
@@ -144,11 +145,13 @@ class Offers:
         member = self.members.get(worker_id)
         if member is None:
             member = self._departed.pop(worker_id, None) or Member(policy_version, policy_version)
+            member.since_version = self.newest_version
             self.members[worker_id] = member
         if number < member.answer_number:
             return
         if member.left_call or policy_version < member.policy_version:
             self._back_off(member, now_s, first_s=0.0)  # an engine that restarts, or a lie
+            member.since_version = self.newest_version
         member.left_call = False
         member.policy_version = policy_version
         member.highest_version = max(member.highest_version, policy_version)
@@ -260,8 +263,9 @@ class Offers:
 
     @property
     def num_behind(self) -> int:
-        """Versions between the newest and that of the member with the oldest."""
-        return max([0, *(self.newest_version - member.policy_version for member in self.members.values())])
+        """Most versions missed by a member since it came: a new worker has none of the past."""
+        last = [max(member.policy_version, member.since_version) for member in self.members.values()]
+        return self.newest_version - min(last, default=self.newest_version)
 
     def due_s(self) -> float:
         """Return the time of the next change without an event."""

@@ -35,6 +35,10 @@ def _workers(run: Run) -> set[str]:
     return {word.removeprefix("--worker-id=") for word in words if word.startswith("--worker-id=")}
 
 
+def _targets(run: Run) -> set[str]:
+    return {path.name.split(".")[-2] for path in (run.folder.parent / "targets").iterdir()}
+
+
 def test_a_running_run_gets_more_workers_then_fewer(start: Callable[..., Run]) -> None:
     run = start("learner.num_train_steps=10000")
     run.wait_for(lambda: len(run.records()) >= 1)
@@ -44,8 +48,13 @@ def test_a_running_run_gets_more_workers_then_fewer(start: Callable[..., Run]) -
     write_atomically(run.folder / "scale.json", b'{"num_workers": "\xff"}')  # else the launcher may read half of it
     since = len(run.records())
     run.wait_for(lambda: len(run.records()) > since + 5)
+    assert _targets(run) == {"learner", "rollout-0", "rollout-1", "rollout-2"}
+    (frozen,) = [one for one in run.children("areal_rloo.rollout") if "--worker-id=rollout-1" in command_of(one)]
+    frozen.suspend()
     assert _scale(run.folder, "--workers=1").returncode == 0
+    frozen.kill()  # so it cannot end well
     run.wait_for(lambda: run.records()[-1].num_workers == 1)
+    eventually(lambda: _targets(run) == {"learner", "rollout-0"}, "Prometheus forgets the workers that left")
     assert _scale(run.folder, "--workers=2").returncode == 0
     run.wait_for(lambda: run.records()[-1].num_workers == 2)
     assert _workers(run) == {"rollout-0", "rollout-1"}

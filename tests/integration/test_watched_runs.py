@@ -11,11 +11,18 @@ from support.monitoring import expressions
 from support.patience import eventually
 from support.prometheus import prometheus
 
+from areal_rloo.config import load_config
+from areal_rloo.telemetry.targets import Targets
+
 pytestmark = pytest.mark.slow
 
 CUT = (
     *("rollout.sampling.max_new_tokens=4", "rollout.sampling.min_new_tokens=4"),
     "rollout.sampling.allow_truncated=true",
+)
+ZERO = (  # and completions long enough to end
+    "data.train.rewards=[{function: examples/custom_reward.py:brevity, weight: 0.0}]",
+    *("rollout.sampling.max_new_tokens=64", "learner.microbatch_tokens=4096"),
 )
 MASKED = "algorithm.rewards.mask_truncated=true"
 
@@ -23,7 +30,7 @@ MASKED = "algorithm.rewards.mask_truncated=true"
 @pytest.mark.parametrize(
     ("options", "symptoms"),
     [
-        (("data.train.rewards=[{function: examples/custom_reward.py:brevity, weight: 0.0}]",), {"no_signal"}),
+        (ZERO, {"no_signal"}),
         (CUT, {"no_signal", "truncated"}),
         ((*CUT, MASKED), {"nothing_trained", "truncated"}),
     ],
@@ -32,7 +39,8 @@ MASKED = "algorithm.rewards.mask_truncated=true"
 def test_a_run_that_does_not_learn_says_why(
     options: tuple[str, ...], symptoms: set[str], start: Callable[..., Run]
 ) -> None:
-    run = start(*options, "learner.num_train_steps=4", "evaluation.every_n_versions=0", "data.eval=null")
+    large = ("learner.groups_per_step=40", "learner.num_train_steps=4")  # 3 steps with 100 groups or more are enough
+    run = start(*options, *large, "evaluation.every_n_versions=0", "data.eval=null")
     code, output = run.wait()
     assert code == 0, output
     log, report = (run.folder / "logs" / "learner.log").read_text(), (run.folder / "report.html").read_text()
@@ -46,9 +54,12 @@ def test_a_prometheus_finds_all_processes_and_all_that_panels_ask_for(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:
     targets = tmp_path / "targets"
+    earlier = load_config("quickstart.yaml", [f"telemetry.targets_folder={targets}"])
+    Targets(earlier, tmp_path / "run").add("rollout-7", 9)  # of an earlier start with more workers, which was killed
     run = start("learner.num_train_steps=100000", "rollout.num_workers=2", "launcher.max_restarts=5")
     run.wait_for(lambda: len(run.records()) >= 3)
     names = {"learner", "rollout-0", "rollout-1"}
+    assert {path.name.split(".")[-2] for path in targets.iterdir()} == names
     with prometheus(tmp_path, targets) as server:
         up = 'up{job="areal_rloo", run="run"} == 1'
 

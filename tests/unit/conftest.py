@@ -103,6 +103,7 @@ def eval_record() -> EvalRecord:
         policy_version=4,
         policy_version_max=4,
         accuracy=0.625,
+        accuracy_error=0.034,
         num_prompts=200,
         num_samples=1,
         num_failed=0,

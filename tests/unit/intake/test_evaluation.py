@@ -150,6 +150,7 @@ def test_pass_at_k_and_maj_at_k_are_shares_of_prompts() -> None:
     )
     assert (record.num_prompts, record.num_samples) == (5, 3)
     assert record.accuracy == 5 / 15
+    assert record.accuracy_error == pytest.approx(math.sqrt(2 / 9 / 4 / 5)), "of 2/3, 1/3, 1/3, 0 and 1/3"
     assert record.pass_share == 4 / 5
     assert record.majority_share == (1 + 0 + 0 + 0 + 0.5) / 5
 

@@ -33,6 +33,7 @@ def test_each_reason_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert job.after(60, answer="Priority\n") == []
     assert job.after(30, answer="PartitionNodeLimit\n") == ["job 7 waits: PartitionNodeLimit (squeue --jobs 7)\n"]
     assert job.after(30, answer="None\n") == []
+    assert job.after(30, answer="Priority\n") == [], "reasons may alternate for days"
 
 
 def test_a_job_that_prints_does_not_wait_until_it_is_requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

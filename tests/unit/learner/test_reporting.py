@@ -34,7 +34,7 @@ def test_a_rate_counts_the_tokens_since_the_previous_record(
         records=(),
         totals=Totals(generated_tokens=before),
         checkpoints=Checkpoints(tmp_path, keep=1),
-        num_workers=1,
+        config=load_config("quickstart.yaml"),
     )
     reporter.start_clock()
     statistics = IntakeStatistics(
@@ -70,7 +70,7 @@ def test_totals_stay_within_what_a_checkpoint_can_hold(tmp_path: Path, ledger_co
         records=(),
         totals=Totals(generated_tokens=2**53 - 1, rollout_idle_s=1e12, rollout_busy_s=1e12, decoding_s=1e12),
         checkpoints=Checkpoints(tmp_path, keep=1),
-        num_workers=1,
+        config=load_config("quickstart.yaml"),
     )
     reporter.start_clock()
     reporter.update_totals(

@@ -12,7 +12,7 @@ from areal_rloo.errors import CheckpointError
 from areal_rloo.launcher.placement import Host, Placement
 from areal_rloo.launcher.run_folder import choose_folder, resume_changes
 from areal_rloo.launcher.start import begin
-from areal_rloo.learner.stretches import begin_stretch, evaluations_changed_at, read_stretches
+from areal_rloo.learner.stretches import begin_stretch, breaks_of, read_stretches
 
 PLACEMENT = Placement((Host("here", "127.0.0.1", 2, (), 0),), (), ())
 
@@ -54,14 +54,33 @@ def test_evaluations_are_compared_since_the_change_of_their_set(tmp_path: Path) 
     first, other = config_with(), config_with("data.eval.num_prompts=8")
     begin_stretch(tmp_path, first, 0)
     begin_stretch(tmp_path, config_with("learner.groups_per_step=16"), 10)
-    assert evaluations_changed_at(tmp_path) == {"arithmetic": -1}
-    assert evaluations_changed_at(tmp_path, resumed=(20, other)) == {"arithmetic": 20}
+    assert breaks_of(tmp_path).evaluations == {}
+    assert breaks_of(tmp_path).evaluations_after("arithmetic") == -1
+    assert breaks_of(tmp_path, resumed=(20, other)).evaluations == {"arithmetic": [20]}
     begin_stretch(tmp_path, other, 20)
     begin_stretch(tmp_path, config_with("data.eval=null"), 30)
-    assert evaluations_changed_at(tmp_path) == {"arithmetic": 20}
+    assert breaks_of(tmp_path).evaluations == {"arithmetic": [20]}
     longer = config_with("data.eval.num_prompts=8", "evaluation.max_new_tokens=7")
-    assert evaluations_changed_at(tmp_path, resumed=(40, longer)) == {"arithmetic": 40}
-    assert evaluations_changed_at(tmp_path, resumed=(20, first)) == {"arithmetic": -1}, "steps after 20 are lost"
+    breaks = breaks_of(tmp_path, resumed=(40, longer))
+    assert (breaks.evaluations, breaks.evaluations_after("arithmetic")) == ({"arithmetic": [20, 40]}, 40)
+    assert breaks_of(tmp_path, resumed=(20, first)).evaluations == {}, "steps after 20 are lost"
+
+
+@pytest.mark.parametrize(
+    ("change", "breaks"),
+    [
+        ("algorithm.rewards.scale=0.5", [20]),
+        ("rollout.sampling.max_new_tokens=9", [20]),
+        ("algorithm.min_reward_std=0.1", [20]),
+        ("learner.optimizer.learning_rate=0.001", []),
+        ("data.eval.num_prompts=8", []),
+    ],
+)
+def test_rewards_are_compared_since_a_change_that_moves_them(change: str, breaks: list[int], tmp_path: Path) -> None:
+    begin_stretch(tmp_path, config_with(), 0)
+    begin_stretch(tmp_path, config_with(change), 20)
+    begin_stretch(tmp_path, config_with(change, "launcher.max_restarts=3"), 40)
+    assert breaks_of(tmp_path).rewards == breaks
 
 
 def test_a_stretch_without_a_kept_step_is_forgotten(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from areal_rloo.config import load_config
-from areal_rloo.telemetry.health import SYMPTOMS, Health
+from areal_rloo.telemetry.health import SYMPTOMS, Breaks, Health
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 
 Make = Callable[..., TrainRecord]
@@ -53,7 +54,7 @@ SHOWN: dict[str, tuple[dict[str, Any], int, str]] = {
 # Likewise, after ten healthy steps.
 SHOWN_LATER: dict[str, tuple[dict[str, Any], int, str]] = {
     "entropy_collapse": ({"entropy": 0.001}, 5, "from 0.14 to 0.001"),
-    "reward_fell": ({"reward_mean": 0.1}, 4, "from 0.5 (step 5)"),
+    "reward_fell": ({"reward_mean": 0.1}, 5, "from 0.5 (step 5)"),
 }
 
 
@@ -122,11 +123,12 @@ def test_a_single_step_or_two_show_no_symptom(make_train_record: Make) -> None:
 @pytest.mark.parametrize(
     ("accuracies", "said"),
     [
-        ((0.5, 0.9, 0.7, 0.72), True),  # 3 standard errors of 0.9 with 200 prompts are 0.064
+        ((0.5, 0.9, 0.7, 0.72), True),  # 4 standard errors of the difference are 0.15
         ((0.5, 0.9, 0.7, 0.85), False),  # one alone can be chance
-        ((0.5, 0.9, 0.84, 0.84), False),
+        ((0.5, 0.9, 0.8, 0.8), False),
         ((0.9, 0.5), False),
-        ((1.0, 0.97, 0.95), True),  # 1 error in 200 counts as the least spread
+        ((1.0, 0.9, 0.9), True),
+        ((1.0, 0.98, 0.97), False),
     ],
 )
 def test_a_fallen_accuracy_needs_two_evaluations(
@@ -134,8 +136,9 @@ def test_a_fallen_accuracy_needs_two_evaluations(
 ) -> None:
     health = _health()
     records = [
-        msgspec.structs.replace(eval_record, accuracy=accuracy, policy_version=10 * index)
+        msgspec.structs.replace(eval_record, accuracy=accuracy, accuracy_error=error, policy_version=10 * index)
         for index, accuracy in enumerate(accuracies)
+        for error in [math.sqrt(accuracy * (1 - accuracy) / eval_record.num_prompts)]
     ]
     lines = _said(health, records)
     assert [line.partition(": the")[0] for line in lines] == ["health: accuracy_fell"] * said
@@ -147,6 +150,132 @@ def test_an_accuracy_of_another_set_is_compared_anew(eval_record: EvalRecord) ->
     changed = {"accuracy": 0.1, "num_prompts": 50}
     others = [msgspec.structs.replace(eval_record, policy_version=5 + index, **changed) for index in range(3)]
     assert _said(_health(), [eval_record, *others]) == []
+
+
+def _evaluations(record: EvalRecord, *accuracies: float, first: int = 0, **numbers: Any) -> list[EvalRecord]:
+    replace = msgspec.structs.replace
+    return [replace(record, accuracy=a, policy_version=first + i, **numbers) for i, a in enumerate(accuracies)]
+
+
+def test_the_scale_of_rewards_does_not_count(eval_record: EvalRecord) -> None:
+    """Rewards of 0 to 100, and of -1 and 1: the measured error tells a fall from chance."""
+    scattered = _evaluations(eval_record, 50, 40, 41, accuracy_error=3.5)
+    assert _said(_health(), scattered) == []
+    assert len(_said(_health(), _evaluations(eval_record, 50, 30, 29, accuracy_error=3.5))) == 1
+    assert len(_said(_health(), _evaluations(eval_record, 0.5, -0.5, -0.6, accuracy_error=0.05))) == 1
+
+
+def test_each_evaluation_set_has_its_own_fall(eval_record: EvalRecord) -> None:
+    health = _health()
+    for version, (math_accuracy, word_accuracy) in enumerate([(0.9, 0.9), (0.3, 0.9), (0.3, 0.9), (0.9, 0.9)]):
+        for name, accuracy in (("math", math_accuracy), ("words", word_accuracy)):
+            lines = _said(health, _evaluations(eval_record, accuracy, first=version, name=name))
+            began, over = (version, name) == (2, "math"), (version, name) == (3, "math")
+            assert [line.partition(": the")[0] for line in lines] == (
+                ["health: accuracy_fell"] if began else ["health: accuracy_fell is over on math"] if over else []
+            )
+            assert health.statistics().symptom["accuracy_fell"] == (version == 2)
+
+
+def test_few_prompts_tell_no_fall(eval_record: EvalRecord) -> None:
+    assert _said(_health(), _evaluations(eval_record, 1.0, 0.0, 0.0, num_prompts=10, accuracy_error=0.0)) == []
+
+
+@pytest.mark.parametrize(("groups", "group_size"), [(1, 8), (2, 4), (8, 8), (48, 8), (512, 8)])
+@pytest.mark.parametrize("success", [0.02, 0.5, 0.97])
+def test_chance_alone_shows_no_symptom(
+    groups: int, group_size: int, success: float, make_train_record: Make, eval_record: EvalRecord
+) -> None:
+    """2,000 steps of a policy that does not change, with 40 evaluations; each prompt has a difficulty of its own."""
+    rng = np.random.default_rng(groups)
+    health = _health(
+        f"learner.groups_per_step={groups}", f"algorithm.group_size={group_size}", "learner.num_minibatches=1"
+    )
+    for step in range(1, 2001 if groups <= 48 else 501):
+        chance = rng.beta(success, 1 - success, size=(groups, 1))
+        rewards = (rng.random((groups, group_size)) < chance).astype(float)
+        equal = (rewards == rewards[:, :1]).all(axis=1).mean()
+        truncated = (rng.random((groups, group_size)) < 0.3 + 0.4 * chance).mean()
+        record = make_train_record(
+            policy_version=step,
+            num_train_steps=step,
+            reward_mean=rewards.mean(),
+            reward_std=rewards.std(),
+            zero_variance_group_share=equal,
+            advantage_abs_mean=0.0 if equal == 1 else 0.2,
+            gradient_norm=0.0 if equal == 1 else 0.5,
+            truncated_share=truncated,
+            completion_tokens_mean=rng.lognormal(5, 1, size=(groups, group_size)).mean(),
+            entropy=0.14 * rng.lognormal(0, 0.2),
+        )
+        said = health.look(record)
+        if step % 50 == 0:
+            rights = rng.random(50) < success
+            error = rights.std(ddof=1) / math.sqrt(50)
+            said += _said(health, _evaluations(eval_record, rights.mean(), first=step, accuracy_error=error))
+        if success != 0.5:  # then, 100 groups in a row do teach nothing at times
+            said = [line for line in said if "no_signal" not in line]
+        assert said == [], step
+
+
+def test_a_solved_symptom_is_over_after_five_steps_and_no_earlier(make_train_record: Make) -> None:
+    """A share that swings around a limit is one symptom, not a line at every other step."""
+    health = _health()
+    swinging = [
+        make_train_record(policy_version=step, num_train_steps=step, masked_token_share=float(step % 2))
+        for step in range(1, 20)  # the mean of five steps is 0.6, 0.4, 0.6, ...
+    ]
+    assert [line.partition(": 60 %")[0] for line in _said(health, swinging)] == ["health: stale"]
+    assert _said(health, _steps(make_train_record, {}, first=20, last=23)) == []
+    assert _said(health, _steps(make_train_record, {}, first=24, last=24)) == ["health: stale is over"]
+
+
+def test_a_learner_that_went_back_forgets_a_better_reward(make_train_record: Make, eval_record: EvalRecord) -> None:
+    """The launcher lives longer than its learners: the best values of lost steps are lost, too."""
+    health = _health()
+    _said(health, _steps(make_train_record, {"reward_mean": 0.1}, first=1, last=10))
+    _said(health, _steps(make_train_record, {"reward_mean": 0.9}, first=11, last=30))
+    _said(health, _evaluations(eval_record, 0.2, 0.95, first=29))
+    again = _steps(make_train_record, {"reward_mean": 0.1}, first=11, last=60)
+    assert _said(health, again) == []
+    assert _said(health, _evaluations(eval_record, 0.2, 0.21, 0.22, first=58)) == []
+
+
+def test_a_symptom_stays_while_there_are_too_few_steps_to_judge(make_train_record: Make) -> None:
+    """After the learner went back, an emptied window must not say that all is well."""
+    health = _health()
+    assert len(_said(health, _steps(make_train_record, {"gradient_norm": 50.0}, first=11, last=30))) == 1
+    assert _said(health, _steps(make_train_record, {"gradient_norm": 50.0}, first=11, last=25)) == []
+    assert [symptom.name for symptom in health.present] == ["always_clipped"]
+    assert _said(health, _steps(make_train_record, {"gradient_norm": 50.0}, first=26, last=29)) == []
+    assert [symptom.name for symptom in health.present] == ["always_clipped"]
+
+
+def test_rewards_are_not_compared_over_a_change_of_the_rewards(make_train_record: Make) -> None:
+    steps = [
+        *_steps(make_train_record, {"reward_mean": 0.9}, first=1, last=20),
+        *_steps(make_train_record, {"reward_mean": 0.1}, first=21, last=50),
+    ]
+    assert [line.partition(": the")[0] for line in _said(_health(), steps)] == [
+        "health: reward_fell",
+        "health: for 20 steps, reward_fell",
+    ]
+    assert _said(Health(load_config("quickstart.yaml", []), Breaks(rewards=[20])), steps) == []
+    assert len(_said(Health(load_config("quickstart.yaml", []), Breaks(rewards=[50])), steps)) == 2
+
+
+def test_accuracies_are_not_compared_over_a_change_of_their_set(eval_record: EvalRecord) -> None:
+    records = _evaluations(eval_record, 0.9, 0.9, 0.1, 0.1, 0.1)
+    assert len(_said(_health(), records)) == 1
+    for name, num in (("arithmetic", 0), ("another", 1)):
+        health = Health(load_config("quickstart.yaml", []), Breaks(evaluations={name: [1]}))
+        assert len(_said(health, records)) == num
+
+
+def test_an_infinite_gradient_is_as_good_as_none(make_train_record: Make) -> None:
+    """The file has null for it, so the launcher and the report cannot know it."""
+    for norm in (math.inf, math.nan):
+        assert _said(_health(), _steps(make_train_record, {"gradient_norm": norm}, first=1, last=60)) == []
 
 
 def test_a_learner_that_went_back_takes_its_steps_back(make_train_record: Make) -> None:

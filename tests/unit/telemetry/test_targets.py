@@ -30,6 +30,13 @@ def test_a_process_is_found_at_its_address_with_run_and_name(
     assert json.loads(path.read_text()) == [{"targets": [target], "labels": labels}]
 
 
+def test_a_name_too_long_for_a_name_server_is_the_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "h" * 64)
+    _targets(tmp_path / "targets", tmp_path / "run", "telemetry.metrics_host=0.0.0.0").add("learner", 9400)
+    (path,) = (tmp_path / "targets").iterdir()
+    assert json.loads(path.read_text())[0]["targets"] == [f"{'h' * 64}:9400"]
+
+
 @pytest.mark.parametrize("address", ["127.0.1.1", None])
 def test_a_host_without_an_address_has_its_name(
     address: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -130,6 +130,32 @@ def test_an_engine_that_restarts_gets_the_newest_version_again() -> None:
     assert len(_begun(offers, 2.0)) == 1
 
 
+def test_a_worker_is_behind_by_the_versions_it_missed_since_it_came() -> None:
+    """A worker that comes late takes seconds to load, and is not to blame for the versions before."""
+    offers = _offers("a")
+    assert offers.num_behind == 0
+    for version in (2, 3, 4):
+        offers.publish(version)
+    assert offers.num_behind == 3
+    (begin,) = _begun(offers)
+    offers.received("a", begin.offer_id, 7, number=1, now_s=0.1)
+    assert offers.num_behind == 0
+    for version in range(5, 100):
+        offers.publish(version)
+        (begin,) = _begun(offers, float(version))
+        offers.received("a", begin.offer_id, 7, number=version, now_s=float(version))
+    offers.join("b", 0, now_s=100.0)
+    offers.join("a", 0, number=200, now_s=100.0)  # its server came again
+    assert offers.num_behind == 0
+    offers.publish(100)
+    assert offers.num_behind == 1
+    for worker_id in ("a", "b"):
+        offers.leave(worker_id)
+    assert offers.num_behind == 0
+    offers.join("b", 0, now_s=101.0)
+    assert offers.num_behind == 0
+
+
 def test_a_heartbeat_from_before_the_swap_repeats_no_offer() -> None:
     offers = _offers("a")
     (begin,) = _begun(offers)

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from areal_rloo.config import load_config
-from areal_rloo.launcher.code_state import changed_code, code_state
 from areal_rloo.launcher.placement import Host
 from areal_rloo.launcher.run_folder import write_beginning
+from areal_rloo.telemetry.code_state import changed_code, code_state
 
 HOST = Host("here", "127.0.0.1", 2, (), 2**34)
 
@@ -32,6 +32,16 @@ def test_the_digest_is_of_the_names_and_texts_of_all_files(tmp_path: Path) -> No
     assert len({state.digest for state in states}) == 3
     assert code_state(package) == states[-1]
     assert states[-1].commit is None
+
+
+def test_what_is_no_module_does_not_count(tmp_path: Path) -> None:
+    """The lock of an editor is a link to nowhere; a folder may have any name."""
+    package = _package(tmp_path / "package")
+    before = code_state(package)
+    (package / "part" / ".#code.py").symlink_to("user@host.1234")
+    (package / "part" / "folder.py").mkdir()
+    (package / "part" / "gone.py").symlink_to("nothing.py")
+    assert code_state(package) == before
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed here")
