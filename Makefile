@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: quickstart test test-all simulate soak fuzz check lint extras sglang vllm bench bench-shapes bench-learning bench-memory gpu-check gpu-wheels clean
+.PHONY: quickstart monitoring test test-all simulate soak fuzz check lint extras sglang vllm bench bench-shapes bench-learning bench-memory gpu-check gpu-wheels clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m areal_rloo.launcher.local --config quickstart.yaml $(ARGS)
@@ -40,8 +40,8 @@ lint: $(STAMP)
 	$(BIN)/mypy benchmarks/*.py
 	$(BIN)/lint-imports
 
-extras: $(STAMP)  # for tests of the hub, reasoning-gym, adapters and Ray, which skip without it, and for make fuzz
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,fuzz,peft,ray,rg]'
+extras: $(STAMP)  # for tests of the hub, reasoning-gym, adapters, Ray and trackers, which skip without it, and for make fuzz
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,fuzz,mlflow,peft,ray,rg,tensorboard,wandb]'
 
 sglang:  # a real SGLang server without a GPU, for trying it out and for its tests, which skip without it
 	PYTHON=$(PYTHON) tests/sglang/install.sh
@@ -68,6 +68,10 @@ gpu-check:  # 20 minutes on one GPU; results in benchmarks/results/gpu/
 
 gpu-wheels:  # the packages that a machine with torch and without a network lacks; ARGS='--python 3.12'
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu_wheels $(ARGS)
+
+monitoring:  # Prometheus for all runs of this clone, at http://127.0.0.1:9090
+	prometheus --config.file=launcher/monitoring/prometheus/prometheus.yml --storage.tsdb.path=runs/prometheus \
+		--web.listen-address=127.0.0.1:9090 $(ARGS)
 
 clean:
 	rm -rf .venv .venv-sglang .venv-vllm build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

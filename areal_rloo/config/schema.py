@@ -140,6 +140,8 @@ class TelemetryConfig(Section, frozen=True):
     progress: bool = True
     # Recorded in trajectories.jsonl (about 25 bytes a token), besides the last 256 dropped trajectories. 0: no record.
     trajectories_per_step: Natural = 16
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()  # also get all numbers
+    tracker_names: Literal["areal_rloo", "trl", "verl"] = "areal_rloo"  # some numbers also by another system's names
 
 
 class Config(Section, frozen=True):

@@ -50,7 +50,9 @@ def typed(tree: dict[str, Any], source_of: SourceOf) -> Config:
         message, _, path = str(error).partition(" - at `$.")
         path = ".".join(_parts(path.rstrip("`")))
         value = _at(clean, path)
-        words = _in_words(message, hints_of(Config).get(path), value)
+        hints, (parent, _, last) = hints_of(Config), path.rpartition(".")
+        hint = _values_of(hints.get(parent), tuple) if last.isdecimal() else hints.get(path)
+        words = _in_words(message, hint, value)
         said = "an empty value is null" if value is None else f"the value is {_quoted(value)}"
         raise ConfigError(f"{source_of(path)}: {path}: {words}; {said}") from error
     try:

@@ -44,6 +44,7 @@ from areal_rloo.telemetry.summary import (
     summarize_killed,
 )
 from areal_rloo.telemetry.targets import Targets
+from areal_rloo.telemetry.trackers import Trackers
 from areal_rloo.telemetry.trajectories import FILE_NAME
 
 logger = get_logger(__name__)
@@ -113,6 +114,7 @@ class Job:
             num_train_steps=self._config.learner.num_train_steps,
             worker=self._words_of_a_worker,
         )
+        self._trackers = Trackers(self._config, self._folder, self._progress.warn)
         self._signals = signals
         self._drain_ends_s: float | None = None
         self._disk_told = 0  # 1: of little room, 2: of no room
@@ -137,6 +139,7 @@ class Job:
             self._supervisor.stop_all(grace_s)
             if code == 0:  # else Prometheus still asks for the processes, and the alarm goes on
                 Targets(self._config, self._folder).remove()
+            self._trackers.close()
             remove_abandoned()  # the shared memory of a killed learner
             restored = restore_earlier_summary(self._folder)
         if isinstance(prepared, int):
@@ -290,7 +293,7 @@ class Job:
         try:
             self._learner_log.look()  # first: a resume from an earlier version takes back records
             if shows:
-                records = tail.read()
+                records = self._trackers.take(tail.read())
                 self._progress.show(records)
                 if self._drain_ends_s is None:
                     self._silence.look(records)

@@ -7,6 +7,7 @@ light and dark, without scripts and without anything to load. A run with recorde
 - `__main__` is the command.
 - `page` writes the page: facts, charts, ledger, config.
 - `charts` draws a chart as SVG.
+- `dashboards` writes the Grafana dashboards.
 - `metrics_page` writes docs/metrics.md, the reference of all metrics.
 """
 

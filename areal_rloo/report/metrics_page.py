@@ -55,9 +55,9 @@ prefix `{PREFIX}`, the field, `_s` at the end spelled `_seconds`, and `_total` a
 of a single step in the file, and the sum over all steps since the learner started at `/metrics`. A field with several
 values has a label. A number that could not be measured is NaN, `null` in the file.
 
-Each process also serves the numbers that the Prometheus library has of every Linux process: `process_resident_memory_bytes`,
-`process_cpu_seconds_total`, `process_open_fds`, `process_max_fds`, `process_virtual_memory_bytes` and
-`process_start_time_seconds`.
+Each process also serves the numbers that the Prometheus library has of every Linux process:
+`process_resident_memory_bytes`, `process_cpu_seconds_total`, `process_open_fds`, `process_max_fds`,
+`process_virtual_memory_bytes` and `process_start_time_seconds`.
 
 The healthy range of a total is the range of its growth. `launcher/monitoring/prometheus/alerts.yml` has an alert for
 each range, with the window of time.

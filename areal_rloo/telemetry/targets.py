@@ -7,19 +7,39 @@ Prometheus accepts a pattern for file names alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import zlib
 from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
 
 from areal_rloo.config import Config
-from areal_rloo.files import write_atomically
+from areal_rloo.decoding import from_json
+from areal_rloo.errors import DecodeError
+from areal_rloo.files import read_regular, write_atomically
 from areal_rloo.ports import host_and_port
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
 
 _EVERYWHERE = ("0.0.0.0", "::")
+
+
+class _Group(msgspec.Struct):
+    """An entry of a file, in the form of Prometheus."""
+
+    targets: list[str]
+    labels: dict[str, str]
+
+
+class Target(NamedTuple):
+    """A process with metrics."""
+
+    process: str
+    url: str
 
 
 class Targets:
@@ -42,6 +62,18 @@ class Targets:
             write_atomically(self._folder / f"{self._prefix}{process}.json", json.dumps([entry]).encode())
         except OSError as error:
             logger.warning("Prometheus does not find this process: %s; set telemetry.targets_folder", error)
+
+    def read(self) -> list[Target]:
+        """Read where the processes of the run serve their metrics, those that crashed included."""
+        found = []
+        for path in () if self._folder is None else sorted(self._folder.glob(f"{_literal(self._prefix)}*.json")):
+            with contextlib.suppress(OSError, DecodeError):  # it has ended since
+                groups = from_json(read_regular(path), list[_Group])
+                named = [group for group in groups if "process" in group.labels]
+                found += [
+                    Target(one.labels["process"], f"http://{target}/metrics") for one in named for target in one.targets
+                ]
+        return found
 
     def remove(self, process: str = "*") -> None:
         """Remove the file of a process that has ended well; by default those of all processes of the run."""

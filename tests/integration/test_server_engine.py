@@ -1,6 +1,5 @@
 """The engine on real servers: requests, logprobs, new weights through files and a process group, aborts."""
 
-import json
 import re
 import urllib.error
 import urllib.request
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.model_versions import cached_logprobs, model_of
+from support.monitoring import expressions
 from support.patience import PATIENCE_S, eventually
 from support.server_support import (
     PROMPT,
@@ -38,7 +38,6 @@ from areal_rloo.errors import EngineError, GenerationError
 
 pytestmark = pytest.mark.full
 
-REPO = Path(__file__).resolve().parents[2]
 Buckets = tuple[list[BucketLayout], list[Tensor], PreTrainedModel]
 
 
@@ -227,15 +226,9 @@ def test_calls_without_the_key_are_refused(engine: EngineOnThread) -> None:
         refused.value.close()
 
 
-def test_the_dashboard_uses_metrics_of_the_server(engine: EngineOnThread) -> None:
+def test_the_dashboards_use_metrics_of_the_server(engine: EngineOnThread) -> None:
     prefix = f"{engine.tested.engine}:"
-    dashboard = json.loads((REPO / "launcher" / "monitoring" / "grafana" / "dashboard.json").read_text())
-    asked = {
-        name
-        for panel in dashboard["panels"]
-        for target in panel["targets"]
-        for name in re.findall(rf"{prefix}\w+", target["expr"])
-    }
+    asked = {name for expression in expressions() for name in re.findall(rf"{prefix}\w+", expression)}
     said = set(re.findall(rf"^({prefix}\w+)", engine.metrics_text(), flags=re.MULTILINE))
     assert asked
     assert asked <= said

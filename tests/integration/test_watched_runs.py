@@ -2,6 +2,8 @@
 
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,6 +77,15 @@ def test_a_prometheus_finds_all_processes_and_all_that_panels_ask_for(
 
         eventually(lambda: rules() == {"ok"}, "an evaluation of every rule")
 
+        top = subprocess.run(
+            [sys.executable, "-m", "areal_rloo.top", str(run.folder), "--once"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "step " in top.stdout
+        assert all(re.search(rf"^ *{name} +\d+ ", top.stdout, re.MULTILINE) for name in names), top.stdout
+
         run.children("areal_rloo.rollout")[0].kill()  # the next process of this worker has another port
         eventually(lambda: watched() != names, "the loss of a process")
         eventually(lambda: watched() == names, "its next process")
@@ -85,8 +96,10 @@ def test_a_prometheus_finds_all_processes_and_all_that_panels_ask_for(
         eventually(lambda: server.query("up") == [], "the end of the targets")
 
 
-# What this run has not: servers of engines, devices in turns, dropped samples.
-OTHERS = r"(sglang|vllm):|areal_rloo_(engine_server_|turn_|ledger_dropped_|reward_dropped_)"
+# What this run has not: servers of engines, devices in turns, dropped samples, refused workers.
+OTHERS = (
+    r"(sglang|vllm):|areal_rloo_(engine_server_|turn_|ledger_dropped_|reward_dropped_|intake_refused_|fleet_refused_)"
+)
 
 
 def _has_data(query: Callable[[str], list[object]], expression: str) -> bool:

@@ -25,7 +25,7 @@ READ_ELSEWHERE = {
     *("learning_rate", "times_s", "wait_s", "train_step_s", "completion_tokens_mean", "completion_tokens_std"),
     *("longest_of_group_mean", "idle_share", "rollout_busy_s", "decoding_s"),
 }
-READERS = {PACKAGE / "telemetry" / "health.py"}
+READERS = {PACKAGE / path for path in ("telemetry/health.py", "telemetry/trackers.py", "top/screen.py")}
 SOURCES = {path: path.read_text(encoding="utf-8") for path in set(PACKAGE.rglob("*.py")) - READERS}
 ROWS = [field.name for field in msgspec.structs.fields(TrainRecord) if field.name not in READ_ELSEWHERE]
 

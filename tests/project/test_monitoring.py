@@ -1,27 +1,25 @@
 """Dashboards and alert rules name only metrics that exist, and are well-formed."""
 
-import json
 import math
 import re
 import shutil
 import subprocess
 
 import pytest
-import yaml
 from support.metric_names import all_metrics, metric_names
-from support.monitoring import DASHBOARD, MONITORING, RULES, expressions
+from support.monitoring import GRAFANA, MONITORING, dashboards, expressions, panels, rules
 
-from areal_rloo.telemetry.metric import PREFIX, declared_metrics
-from areal_rloo.telemetry.records import TrainRecord
+from areal_rloo.report.dashboards import dashboard, read_panels
+from areal_rloo.telemetry.metric import PREFIX
+
+OF_EVERY_PROCESS = "process_(start_time_seconds|resident_memory_bytes|cpu_seconds_total|open_fds|max_fds)"
 
 
 @pytest.mark.parametrize("expression", expressions())
 def test_an_expression_names_only_metrics_that_exist(expression: str) -> None:
     named = set(re.findall(rf"\b{PREFIX}\w+", expression))
     # A real server is asked for its own metrics, in its tests; the Prometheus library has those of a process.
-    assert named or re.search(
-        r"\b(sglang|vllm):|^up\{|\bprocess_(start_time_seconds|resident_memory_bytes)\b", expression
-    )
+    assert named or re.search(rf"\b(sglang|vllm):|^up\{{|\b({OF_EVERY_PROCESS})\b", expression)
     assert named <= metric_names()
 
 
@@ -37,14 +35,12 @@ def test_labels_in_expressions_are_labels_of_the_metric() -> None:
         for grouped, name in re.findall(rf"by \((\w+)\) \(\w+\(({PREFIX}\w+)", expression):
             assert grouped in labels[name]
         for name, matched in re.findall(rf"({PREFIX}\w+)\{{(\w+)", expression):
-            assert matched in labels[name]
+            assert matched in {*labels[name], "run"}
 
 
 def _alerts() -> dict[str, str]:
     """Give the condition of each alert, without the condition that the run has not ended."""
-    groups = yaml.safe_load(RULES.read_text())["groups"]
-    rules = {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
-    return {alert: expr.partition(" and on (")[0].removesuffix(")") for alert, expr in rules.items()}
+    return {rule["alert"]: rule["expr"].partition(" and on (")[0].removesuffix(")") for rule in rules()}
 
 
 def test_every_healthy_range_has_an_alert_at_its_end() -> None:
@@ -65,24 +61,56 @@ def test_every_alert_on_the_height_of_a_metric_has_a_healthy_range() -> None:
 
 
 def test_every_alert_has_a_severity_and_a_summary() -> None:
-    rules = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
-    assert len({rule["alert"] for rule in rules}) == len(rules)
-    for rule in rules:
+    assert len({rule["alert"] for rule in rules()}) == len(rules())
+    for rule in rules():
         assert rule["labels"]["severity"] in {"critical", "warning"}
         assert len(rule["annotations"]["summary"]) > 20
+        assert rule["annotations"]["runbook"] == f"docs/runbooks.md#{rule['alert'].lower()}"
+
+
+def test_every_alert_has_a_runbook_in_the_same_order() -> None:
+    page = (MONITORING.parents[1] / "docs" / "runbooks.md").read_text()
+    sections = re.findall(r"^## (\w+)\n\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    assert [alert for alert, _ in sections] == [rule["alert"] for rule in rules()]
+    for alert, text in sections:
+        assert all(f"\n{word}: " in text for word in ("Look", "Do")), alert
+
+
+@pytest.mark.parametrize("uid", dashboards())
+def test_a_dashboard_is_made_of_the_declarations(uid: str) -> None:
+    assert dashboards()[uid] == dashboard(uid, read_panels(GRAFANA)[uid]), (
+        "run python -m areal_rloo.report.dashboards launcher/monitoring/grafana"
+    )
+
+
+def test_every_page_of_panels_has_a_dashboard() -> None:
+    assert set(dashboards()) == set(read_panels(GRAFANA))
+
+
+def test_every_metric_is_in_a_panel() -> None:
+    asked = set(re.findall(rf"\b{PREFIX}\w+", " ".join(expressions())))
+    assert metric_names() - asked == set()
 
 
 def test_panels_do_not_overlap_and_have_their_own_ids() -> None:
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    cells = [
-        (x, y)
-        for panel in panels
-        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
-        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
-    ]
-    assert len(cells) == len(set(cells))
-    assert max(x for x, _ in cells) < 24
+    for page in dashboards().values():
+        assert len({panel["id"] for panel in page["panels"]}) == len(page["panels"])
+        cells = [
+            (x, y)
+            for panel in page["panels"]
+            for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+            for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+        ]
+        assert len(cells) == len(set(cells))
+        assert max(x for x, _ in cells) < 24
+
+
+def test_a_panel_has_unit_help_and_healthy_range_of_the_metric() -> None:
+    (shown,) = (panel for panel in panels() if panel["title"].startswith("Tokens past the bound"))
+    defaults = shown["fieldConfig"]["defaults"]
+    assert defaults["unit"] == "percentunit"
+    assert [step["value"] for step in defaults["thresholds"]["steps"]] == [None, 0.1]
+    assert shown["description"] == "masked_token_share: Tokens past max_staleness (healthy: 0 to 0.1)."
 
 
 def test_prometheus_accepts_the_rules_and_the_scrape_config() -> None:
@@ -92,14 +120,3 @@ def test_prometheus_accepts_the_rules_and_the_scrape_config() -> None:
     config = MONITORING / "prometheus" / "prometheus.yml"
     ended = subprocess.run([promtool, "check", "config", config], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-
-
-@pytest.mark.parametrize("field", ["ratio_mean", "behaviour_weight_mean"])
-def test_a_panel_of_a_ratio_has_the_title_of_its_chart(field: str) -> None:
-    """With `decoupled: false`, the ratio is to the behaviour policy: the title must hold for this, too."""
-    chart = next(declared.metric.chart for declared in declared_metrics(TrainRecord) if declared.field == field)
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    title = next(p["title"] for p in panels if any(t["expr"] == f"{PREFIX}{field}" for t in p["targets"]))
-    assert chart is not None
-    assert title == chart.title
-    assert field != "ratio_mean" or "proximal" not in title

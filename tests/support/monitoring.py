@@ -1,16 +1,32 @@
-"""The shipped alert rules and dashboard."""
+"""The shipped alert rules and dashboards."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 MONITORING = Path(__file__).resolve().parents[2] / "launcher" / "monitoring"
 RULES = MONITORING / "prometheus" / "alerts.yml"
-DASHBOARD = MONITORING / "grafana" / "dashboard.json"
+GRAFANA = MONITORING / "grafana"
+
+
+def dashboards() -> dict[str, dict[str, Any]]:
+    return {path.stem: json.loads(path.read_text()) for path in sorted((GRAFANA / "dashboards").iterdir())}
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for dashboard in dashboards().values() for panel in dashboard["panels"]]
+
+
+def rules() -> list[dict[str, Any]]:
+    return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
 
 
 def expressions() -> list[str]:
-    rules = [rule["expr"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    return rules + [target["expr"] for panel in panels for target in panel["targets"]]
+    """Give the expressions of all rules and panels, with values in place of Grafana's variables."""
+    targets = [target["expr"] for panel in panels() for target in panel["targets"]]
+    asked = dict.fromkeys([*(rule["expr"] for rule in rules()), *targets])
+    return [
+        one.replace("$__rate_interval", "1m").replace('"$run"', '".+"').replace('"$process"', '".+"') for one in asked
+    ]

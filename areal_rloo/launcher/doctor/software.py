@@ -19,7 +19,7 @@ from areal_rloo.launcher.doctor.base import Finding, Situation, ok, unsure, wron
 
 _LEAST_PYTHON = (3, 11)
 _DISTRIBUTION = "areal-rloo"
-_EXTRAS = {"peft": "peft", "liger": "liger_kernel"}  # the module of each
+_EXTRAS = {"peft": "peft", "liger": "liger_kernel"}  # the module of an extra with another name
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,-]+\])?(?:>=([\d.]+))?")
 _INTERFACES = Path("/sys/class/net")
 # The effect of each value on a run.
@@ -80,7 +80,7 @@ def check_packages(situation: Situation) -> Iterator[Finding]:
 
 
 def check_extras(situation: Situation) -> Iterator[Finding]:
-    """Check for the packages, and for the GPU, that options of the learner need."""
+    """Check for the packages, and for the GPU, that options need."""
     config = situation.config
     needed = {"learner.lora": "peft"} if config.learner.lora is not None else {}
     if config.learner.kernels == "liger":
@@ -88,9 +88,10 @@ def check_extras(situation: Situation) -> Iterator[Finding]:
             what = "expected torch on a CPU, got liger, whose kernels need a GPU"
             yield wrong("learner.kernels", what, "set learner.kernels=torch", ConfigError)
         needed["learner.kernels"] = "liger"
-    for key, extra in needed.items():
-        if importlib.util.find_spec(_EXTRAS[extra]) is None:
-            yield wrong(key, f"{_EXTRAS[extra]} is not installed", install(extra), absent=True)
+    for key, extra in [*needed.items(), *(("telemetry.trackers", name) for name in config.telemetry.trackers)]:
+        module = _EXTRAS.get(extra, extra)
+        if importlib.util.find_spec(module) is None:
+            yield wrong(key, f"{module} is not installed", install(extra), absent=True)
 
 
 def check_variables(situation: Situation) -> Iterator[Finding]:

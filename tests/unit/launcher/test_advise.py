@@ -40,7 +40,7 @@ def test_the_advice_has_speeds_forecasts_bottleneck_and_options(
 ) -> None:
     folder = make_run("run", 16)
     measured, configured, best, bottleneck, options, hint = advice(
-        capsys, f"--from={folder}", "--devices=8", "algorithm.max_staleness=4"
+        capsys, f"--from={folder}", "--devices=8", "rollout.num_slots=16", "algorithm.max_staleness=4"
     ).splitlines()
     # A decode step of 16 takes 2.6 ms; a rank trains 15,360 tokens in 1.4 s.
     assert measured.startswith(f"measured in {folder}: a worker decodes 6,154 tokens/s in 16 slots")

@@ -32,6 +32,8 @@ def test_an_option_whose_package_is_absent_is_wrong(monkeypatch: pytest.MonkeyPa
     for option, package, extra in (("lora={rank: 4}", "peft", "peft"), ("kernels=liger", "liger_kernel", "liger")):
         absent = only(check_extras, "wrong", f"learner.{option}")
         assert (absent.what, absent.fix) == (f"{package} is not installed", install(extra))
+    absent = only(check_extras, "wrong", "telemetry.trackers=[wandb]")
+    assert (absent.name, absent.what, absent.fix) == ("telemetry.trackers", "wandb is not installed", install("wandb"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     assert found(check_extras, "learner.lora={rank: 4}", "learner.kernels=liger") == found(check_extras) == []
 

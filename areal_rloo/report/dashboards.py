@@ -1,0 +1,184 @@
+"""Write the Grafana dashboards from launcher/monitoring/grafana/panels.yaml and the declarations of the metrics:
+
+    python -m areal_rloo.report.dashboards launcher/monitoring/grafana
+
+A test compares the files with the declarations, and finds each metric in a panel.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from areal_rloo.report.metrics_page import SERVED
+from areal_rloo.telemetry.metric import PREFIX, Chart, Declared, declared_metrics, healthy_range
+from areal_rloo.telemetry.records import EvalRecord, TrainRecord
+
+PANELS = "panels.yaml"
+_SELECTED, _WINDOW = 'run=~"$run", process=~"$process"', "$__rate_interval"
+_WIDTH, _HEIGHT, _COLUMNS = 8, 7, 3
+_UNITS = {"s": "s", "share": "percentunit", "bytes": "bytes"}  # ours to Grafana's
+_RATES = {"s": "percentunit", "bytes": "Bps"}  # of totals
+_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+class Panel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Curves with a common axis; see panels.yaml."""
+
+    title: str = ""
+    metrics: str = ""
+    others: tuple[tuple[str, str], ...] = ()
+    unit: str = ""  # in Grafana; empty: of the first metric
+    kind: Literal["timeseries", "state-timeline", "table"] = "timeseries"
+    charts: Literal["", "steps", "evaluations"] = ""
+
+
+class Dashboard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A page of panels, three in a row."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+def short_name(declared: Declared) -> str:
+    """Give the name of a metric in panels.yaml."""
+    return declared.name.removeprefix(PREFIX).removesuffix("_total")
+
+
+_METRICS = {
+    short_name(declared): (declared, "(learner" in title)
+    for title, struct in SERVED
+    for declared in declared_metrics(struct)
+}
+
+
+def read_panels(folder: Path) -> dict[str, Dashboard]:
+    """Read panels.yaml; dashboards by uid, with a panel in place of each chart."""
+    read = msgspec.yaml.decode((folder / PANELS).read_bytes(), type=dict[str, Dashboard])
+    return {
+        uid: msgspec.structs.replace(page, panels=tuple(one for panel in page.panels for one in _expanded(panel)))
+        for uid, page in read.items()
+    }
+
+
+def dashboard(uid: str, page: Dashboard) -> dict[str, Any]:
+    """Give the JSON model of a dashboard."""
+    links = {"type": "dashboards", "tags": ["areal_rloo"], "title": "areal_rloo", "keepTime": True, "includeVars": True}
+    starts = {
+        "name": "starts of processes",
+        "datasource": _SOURCE,
+        "enable": True,
+        "iconColor": "orange",
+        "expr": f"process_start_time_seconds{{{_SELECTED}}} * 1000",
+        "useValueForTime": "on",
+        "titleFormat": "{{process}} starts",
+        "textFormat": "{{run}}",
+    }
+    source = {"name": "datasource", "type": "datasource", "query": "prometheus"}
+    return {
+        "uid": f"areal-rloo-{uid}",
+        "title": f"areal_rloo: {page.title}",
+        "tags": ["areal_rloo"],
+        "schemaVersion": 39,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "links": [links],
+        "annotations": {"list": [starts]},
+        "templating": {"list": [source, _variable("run"), _variable("process")]},
+        "panels": [_panel(panel, index) for index, panel in enumerate(page.panels)],
+    }
+
+
+def write_dashboards(folder: Path) -> None:
+    """Write dashboards/*.json in a folder with panels.yaml."""
+    for uid, page in read_panels(folder).items():
+        (folder / "dashboards" / f"{uid}.json").write_text(json.dumps(dashboard(uid, page), indent=1) + "\n")
+
+
+def _expanded(panel: Panel) -> Iterator[Panel]:
+    if not panel.charts:
+        yield panel
+        return
+    charts: dict[Chart, list[str]] = {}
+    for declared in declared_metrics(TrainRecord if panel.charts == "steps" else EvalRecord):
+        if declared.metric.chart is not None:
+            charts.setdefault(declared.metric.chart, []).append(short_name(declared))
+    yield from (Panel(chart.title, " ".join(names)) for chart, names in charts.items())
+
+
+def _variable(label: str) -> dict[str, Any]:
+    """Let the user choose among the values of a label."""
+    asked = f"label_values({PREFIX}run_info, {label})"
+    return {
+        "name": label,
+        "type": "query",
+        "datasource": _SOURCE,
+        "query": asked,
+        "definition": asked,
+        "refresh": 2,
+        "multi": True,
+        "includeAll": True,
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
+def _panel(panel: Panel, index: int) -> dict[str, Any]:
+    metrics = [_METRICS[name] for name in panel.metrics.split()]
+    asked = [_target(*metric, is_alone=len(metrics) == 1) for metric in metrics]
+    asked += [
+        (expr.replace("$selected", _SELECTED).replace("$window", _WINDOW), legend) for expr, legend in panel.others
+    ]
+    first = metrics[0][0] if metrics else None
+    defaults: dict[str, Any] = {"unit": panel.unit or (_unit(first) if first else "short")}
+    if first is not None and not first.is_counter and first.metric.healthy is not None:
+        defaults["thresholds"] = {"mode": "absolute", "steps": _thresholds(*first.metric.healthy)}
+        defaults["custom"] = {"thresholdsStyle": {"mode": "dashed"}}
+    once = {"format": "table", "instant": True} if panel.kind == "table" else {}
+    across, down = index % _COLUMNS, index // _COLUMNS
+    return {
+        "id": index + 1,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": "\n".join(_describe(declared) for declared, _ in metrics),
+        "datasource": _SOURCE,
+        "gridPos": {"x": across * _WIDTH, "y": down * _HEIGHT, "w": _WIDTH, "h": _HEIGHT},
+        "targets": [
+            {"refId": chr(ord("A") + number), "expr": expression, "legendFormat": legend, **once}
+            for number, (expression, legend) in enumerate(asked)
+        ],
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+    }
+
+
+def _target(declared: Declared, of_learner: bool, *, is_alone: bool) -> tuple[str, str]:
+    """Give the expression and the legend of a metric."""
+    selected = f"{declared.name}{{{_SELECTED}}}"
+    expression = f"rate({selected}[{_WINDOW}])" if declared.is_counter else selected
+    name = "" if is_alone else short_name(declared).replace("_", " ")
+    parts = ["{{run}}", "" if of_learner else "{{process}}", name, *(f"{{{{{label}}}}}" for label in declared.labels)]
+    return expression, " ".join(filter(None, parts))
+
+
+def _unit(declared: Declared) -> str:
+    return (_RATES if declared.is_counter else _UNITS).get(declared.metric.unit, "short")
+
+
+def _thresholds(low: float, high: float) -> list[dict[str, Any]]:
+    if math.isinf(high):
+        return [{"color": "red", "value": None}, {"color": "green", "value": low}]
+    return [{"color": "green", "value": None}, {"color": "red", "value": high}]
+
+
+def _describe(declared: Declared) -> str:
+    healthy = healthy_range(declared)
+    return f"{short_name(declared)}: {declared.metric.help}{f' (healthy: {healthy})' if healthy else ''}."
+
+
+if __name__ == "__main__":
+    write_dashboards(Path(sys.argv[1]))

@@ -1,0 +1,72 @@
+"""The command: a run folder in, a screen that follows the run; with `--once`, a single look."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from areal_rloo.config import load_config
+from areal_rloo.errors import DataError, UserError
+from areal_rloo.learner.stretches import breaks_of
+from areal_rloo.standard_streams import open_missing_streams
+from areal_rloo.telemetry.health import Health
+from areal_rloo.telemetry.metrics import RecordTail
+from areal_rloo.telemetry.records import Record, TrainRecord
+from areal_rloo.telemetry.targets import Targets
+from areal_rloo.top.fleet import Fleet
+from areal_rloo.top.screen import screen
+
+_EVERY_S = 2.0
+_BETWEEN_S = 1.0
+
+
+def main() -> int:
+    """Follow the run in a folder until Ctrl-C."""
+    open_missing_streams()
+    parser = argparse.ArgumentParser(prog="python -m areal_rloo.top", description="Follow a run on the terminal.")
+    parser.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="such as runs/latest")
+    parser.add_argument("--once", action="store_true", help="print the state and end")
+    options = parser.parse_args()
+    try:
+        _follow(options.run_folder, once=options.once)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the face of the program
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _follow(folder: Path, *, once: bool) -> None:
+    if not (folder / "config.yaml").is_file():
+        raise DataError(f"{folder}: no run here (there is no config.yaml); expected a run folder such as runs/latest")
+    config = load_config(str(folder / "config.yaml"))
+    health, tail, fleet = Health(config, breaks_of(folder)), RecordTail(folder / "metrics.jsonl"), Fleet()
+    targets, records = Targets(config, folder), list[Record]()
+    console = Console()
+    with Live(console=console, auto_refresh=False, transient=once) as live:
+        while True:
+            for record in tail.read():
+                health.look(record)
+                if isinstance(record, TrainRecord):  # a learner that went back takes its steps again
+                    records = [one for one in records if one.policy_version < record.policy_version]
+                records.append(record)
+            processes = fleet.look(targets.read())
+            if once:  # a rate needs two looks
+                time.sleep(_BETWEEN_S)
+                processes = fleet.look(targets.read())
+            shown = screen(folder, config, records, processes, health.present)
+            if once:
+                break
+            live.update(shown, refresh=True)
+            time.sleep(_EVERY_S)
+    console.print(shown)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
