@@ -68,7 +68,7 @@ def cases(quick: bool) -> Generator[Case]:
     gc.freeze()  # as a learner does
     logging.disable(logging.WARNING)  # a line for each failed sample
     rounds = 2 if quick else 5
-    for num_workers in (2, 16) if quick else SIZES:
+    for num_workers in (4,) if quick else SIZES:
         fleet = Fleet(num_workers, 0.5 if quick else 3.0)
         rates = {"intake": fleet.full, "raw": fleet.raw}
         pair = [("intake", "raw")]

@@ -89,32 +89,26 @@ class Job:
 
     def __init__(self, request: JobRequest, starter: Starter, room: Room, signals: Signals) -> None:
         self._request = request
-        self._config = request.config
-        self._folder = request.folder
-        self._room = room
+        self._config, self._folder, self._room = request.config, request.folder, room
         # The learner waits a quarter of drain_timeout_s for the goodbyes of all workers, and ends.
         goodbye_s = self._config.launcher.drain_timeout_s / 2
         console = RunConsole(quiet=not self._config.telemetry.progress)
         self._eval_set = next((source.label for source in self._config.data.eval_sources), "")
-        self._health = Health(self._config)
+        self._health, steps = Health(self._config), self._config.learner.num_train_steps
         self._progress = Progress(
             console,
-            num_train_steps=self._config.learner.num_train_steps,
+            num_train_steps=steps,
             eval_set=self._eval_set,
             health=self._health.look,
             unsaved=self._unsaved,
         )
         self._supervisor = Supervisor(starter, request.folder / "logs", goodbye_s=goodbye_s, say=self._progress.warn)
         log = request.folder / "logs" / "learner.log"
-        self._learner_log = LearnerLog(log, self._progress.warn, resumed=self._progress.go_back)
+        self._learner_log = LearnerLog(log, self._progress.warn, resumed=self._go_back)
         self._silence = Silence(
-            self._progress.warn,
-            log=self._learner_log,
-            path=log,
-            num_train_steps=self._config.learner.num_train_steps,
-            worker=self._words_of_a_worker,
+            self._progress.warn, log=self._learner_log, path=log, num_train_steps=steps, worker=self._words_of_a_worker
         )
-        self._trackers = Trackers(self._config, self._folder, self._progress.warn)
+        self._trackers = Trackers(self._config, self._folder, self._progress.warn, resume=request.resume)
         self._signals = signals
         self._drain_ends_s: float | None = None
         self._disk_told = 0  # 1: of little room, 2: of no room
@@ -293,13 +287,14 @@ class Job:
         try:
             self._learner_log.look()  # first: a resume from an earlier version takes back records
             if shows:
-                records = self._trackers.take(tail.read())
+                records = tail.read()
                 self._progress.show(records)
                 if self._drain_ends_s is None:
                     self._silence.look(records)
             else:
                 self._recall(tail)
             self._supervisor.shorten_logs()
+            self._trackers.look()
             free = shutil.disk_usage(self._folder).free
         except Exception as error:  # noqa: BLE001 - training goes on without this look, whatever the record or the disk
             if self._trouble != str(error):
@@ -326,6 +321,11 @@ class Job:
                 lost = "no checkpoint and no record can be written, so the line of progress stands still; if the run "
                 lost += f"ends now, the steps after {newest} are lost"
             self._progress.warn(f"{few}: training goes on, but {lost}; free some disk")
+
+    def _go_back(self, version: int) -> None:
+        """A restarted learner takes the steps after this version again."""
+        self._progress.go_back(version)
+        self._silence.begin()
 
     def _words_of_a_worker(self) -> str:
         """Give the last record of the first worker, which may wait for a server."""

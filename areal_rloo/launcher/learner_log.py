@@ -75,12 +75,13 @@ class Silence:
     ) -> None:
         """`path`: of the log, for the user. `worker` gives the last words of a worker, for a learner without any."""
         self._say, self._log, self._path, self._worker, self._clock = say, log, path, worker, clock
-        self._num_train_steps, self._is_done = num_train_steps, False
+        self._num_train_steps = num_train_steps
         self._waits_s: deque[float] = deque(maxlen=_STEPS)  # for the last steps
         self.begin()
 
     def begin(self) -> None:
         """Start the clock: the learner starts now."""
+        self._is_done = False
         self._heard_s = self._said_s = self._clock()
 
     def look(self, records: Sequence[Record]) -> None:

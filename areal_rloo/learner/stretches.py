@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from areal_rloo.config import Config, EvalSourceConfig, dump_config, load_config
+from areal_rloo.config import Config, EpisodeConfig, EvalSourceConfig, dump_config, load_config
 from areal_rloo.config.resume import Change, changes, shown
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import CheckpointError, ConfigError, DecodeError
@@ -106,12 +106,13 @@ def breaks_of(run_folder: Path, *, resumed: tuple[int, Config] | None = None) ->
     if resumed is not None:
         configs = {version: config for version, config in configs.items() if version < resumed[0]}
         configs[resumed[0]] = resumed[1]
-    measured: dict[str, tuple[EvalSourceConfig, int]] = {}
+    measured: dict[str, tuple[EvalSourceConfig, int, EpisodeConfig]] = {}
     evaluations: dict[str, list[int]] = {}
     known = [(version, config) for version, config in configs.items() if config is not None]
     for version, config in known:
         for source in config.data.eval_sources:
-            before, now = measured.get(source.label), (source, config.eval_max_new_tokens)
+            now = (source, config.eval_max_new_tokens, config.rollout.episode)
+            before = measured.get(source.label)
             if before not in (None, now):
                 evaluations.setdefault(source.label, []).append(version)
             measured[source.label] = now

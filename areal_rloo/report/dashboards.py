@@ -21,6 +21,7 @@ from areal_rloo.telemetry.metric import PREFIX, Chart, Declared, declared_metric
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
 
 PANELS = "panels.yaml"
+_STEPS_WINDOW = "15m"  # a number of a train step changes once a step, which may take minutes
 _SELECTED, _WINDOW = 'run=~"$run", process=~"$process"', "$__rate_interval"
 _WIDTH, _HEIGHT, _COLUMNS = 8, 7, 3
 _UNITS = {"s": "s", "share": "percentunit", "bytes": "bytes"}  # ours to Grafana's
@@ -56,6 +57,8 @@ _METRICS = {
     for title, struct in SERVED
     for declared in declared_metrics(struct)
 }
+
+_OF_STEPS = declared_metrics(TrainRecord)
 
 
 def read_panels(folder: Path) -> dict[str, Dashboard]:
@@ -159,7 +162,8 @@ def _panel(panel: Panel, index: int) -> dict[str, Any]:
 def _target(declared: Declared, of_learner: bool, *, is_alone: bool) -> tuple[str, str]:
     """Give the expression and the legend of a metric."""
     selected = f"{declared.name}{{{_SELECTED}}}"
-    expression = f"rate({selected}[{_WINDOW}])" if declared.is_counter else selected
+    window = _STEPS_WINDOW if declared in _OF_STEPS else _WINDOW
+    expression = f"rate({selected}[{window}])" if declared.is_counter else selected
     name = "" if is_alone else short_name(declared).replace("_", " ")
     parts = ["{{run}}", "" if of_learner else "{{process}}", name, *(f"{{{{{label}}}}}" for label in declared.labels)]
     return expression, " ".join(filter(None, parts))

@@ -106,7 +106,7 @@ class Health:
 
     def __init__(self, config: Config, breaks: Breaks = _NO_BREAKS) -> None:
         groups = config.learner.groups_per_step
-        self.breaks = breaks
+        self.breaks, self._sets = breaks, {source.label for source in config.data.eval_sources}
         self._max_norm, self._max_staleness = config.learner.optimizer.max_grad_norm, config.algorithm.max_staleness
         self._in_a_row = max(_IN_A_ROW, math.ceil(_SAMPLES / (groups * config.algorithm.group_size)))
         self._equal_in_a_row = max(_IN_A_ROW, math.ceil(_GROUPS / groups))
@@ -129,6 +129,8 @@ class Health:
     def look(self, record: Record) -> list[str]:
         """Take a record; return the lines to say: a symptom that began, lasts twice as long, or is over."""
         if isinstance(record, EvalRecord):
+            if record.name not in self._sets:
+                return []  # an earlier config had it, and it is measured no more
             self._note_evaluation(record)
             return self._lines(_fallen(self._evaluations[record.name]), record, of=record.name, absent=1)
         self._note_step(record)
@@ -181,6 +183,7 @@ class Health:
             or _between(self.breaks.evaluations.get(record.name, ()), known[-1], record)
         ):
             known.clear()
+            self._lasting.pop(("accuracy_fell", record.name), None)
         known.append(record)
 
     def _judge(self) -> Iterator[_Judgement]:

@@ -117,14 +117,14 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     ratio_clipped_share: Annotated[float, Metric("Tokens whose loss the clip decided", "share", chart=_LIMITED)]
     ratio_limited_share: Annotated[float, Metric("Tokens with a log rho or log w in the loss beyond +-20", "share")]
     behaviour_weight_clamped_share: Annotated[
-        float, Metric("behaviour_weights set to their bound", "share", healthy=_RARE, chart=_LIMITED)
+        float, Metric("behaviour_weights set to their bound", "share", healthy=_RARE, keeps=True, chart=_LIMITED)
     ]
     behaviour_weight_masked_share: Annotated[
-        float, Metric("Tokens that their behaviour_weight masked", "share", healthy=_RARE, chart=_LIMITED)
+        float, Metric("Tokens that their behaviour_weight masked", "share", healthy=_RARE, keeps=True, chart=_LIMITED)
     ]
     behaviour_kl_k1: Annotated[float, Metric("KL(behaviour, current) by k1, mean of tokens", "nats")]
     behaviour_kl_k3: Annotated[
-        float, Metric("KL(behaviour, current) by k3, mean of tokens", "nats", healthy=(0, 0.5), chart=_KL)
+        float, Metric("KL(behaviour, current) by k3, mean of tokens", "nats", healthy=(0, 0.5), keeps=True, chart=_KL)
     ]
     behaviour_kl_by_staleness: Annotated[
         dict[int, float], Metric("KL(behaviour, current) by k3, by staleness", "nats", label="staleness")

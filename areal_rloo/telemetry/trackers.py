@@ -1,33 +1,38 @@
 """Pass the records of a run on to trackers: TensorBoard, Weights & Biases, MLflow, trackio.
 
-The launcher does this, on a separate thread. A tracker that fails or hangs gets no more numbers, and metrics.jsonl has
-them all. A tracker is imported only if `telemetry.trackers` names it.
+Each tracker has a process, which reads metrics.jsonl. A tracker that fails or hangs gets no more numbers, and neither
+the run nor another tracker notices. A tracker is imported only if `telemetry.trackers` names it.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import math
 import os
 import re
+import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, Protocol
 
 import msgspec
 
-from areal_rloo.config import Config
-from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.config import Config, load_config
+from areal_rloo.parent_death import signal_on_parent_death
 from areal_rloo.telemetry.metric import declared_metrics
+from areal_rloo.telemetry.metrics import RecordTail
 from areal_rloo.telemetry.records import EvalRecord, Record
-
-logger = get_logger(__name__)
 
 _PROJECT = "areal_rloo"
 _CLOSE_S = 30.0  # for what is still to be written or sent
+_EVERY_S = 1.0
+_MOST_WORDS = 300
 
 # Names of the same numbers in other systems, for their dashboards. {set} is an evaluation set.
 _TRL = {
@@ -80,55 +85,86 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """Passes records on, in their order."""
+    """The processes that pass records on, one for each tracker. The launcher starts and ends them."""
 
-    def __init__(self, config: Config, folder: Path, say: Callable[[str], None]) -> None:
-        """`say` gets a line for the user about a failing tracker, and is called on another thread."""
-        self._say, self._records = say, SimpleQueue[Record | None]()
-        names = config.telemetry.trackers
-        arguments = (config, folder.resolve())
-        self._threads = (
-            [threading.Thread(target=self._run, args=arguments, name="trackers", daemon=True)] if names else []
-        )
-        for thread in self._threads:
-            thread.start()
+    def __init__(self, config: Config, folder: Path, say: Callable[[str], None], *, resume: bool) -> None:
+        """`say` gets a line for the user about a failing tracker. With `resume`, the records so far are known."""
+        self._say, self._processes = say, dict[str, subprocess.Popen[bytes]]()
+        for name in config.telemetry.trackers:
+            self._log(folder, name).parent.mkdir(exist_ok=True)
+            with self._log(folder, name).open("ab") as log:
+                self._processes[name] = subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-m",
+                        "areal_rloo.telemetry.trackers",
+                        name,
+                        str(folder),
+                        *(["--resume"] if resume else []),
+                    ],
+                    stdin=subprocess.DEVNULL,  # no tracker asks the user for a key
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+        self._folder = folder
 
-    def take(self, records: list[Record]) -> list[Record]:
-        """Queue records, without waiting; return them."""
-        for record in records if self._threads else ():
-            self._records.put(record)
-        return records
+    def look(self) -> None:
+        """Say which trackers have ended; the run goes on without them."""
+        for name, process in [*self._processes.items()]:
+            if process.poll() is not None:
+                del self._processes[name]
+                log = self._log(self._folder, name)
+                self._say(f"telemetry.trackers: {name} has ended, and gets no more numbers: {_last_line(log)} ({log})")
 
     def close(self) -> None:
-        """Wait for the last records, but not for a hanging tracker."""
-        self._records.put(None)
-        for thread in self._threads:
-            thread.join(_CLOSE_S)
-            if thread.is_alive():
-                self._say(f"telemetry.trackers: no end after {_CLOSE_S:g} s; the last numbers may be missing there")
+        """Let the trackers write or send the rest; kill a hanging one."""
+        for process in self._processes.values():
+            process.terminate()
+        ends_s = time.monotonic() + _CLOSE_S
+        for name, process in self._processes.items():
+            try:
+                process.wait(max(0.0, ends_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self._say(
+                    f"telemetry.trackers: no end of {name} after {_CLOSE_S:g} s; the last numbers may be missing there"
+                )
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also what a library has started
+            process.wait()
+        self._processes = {}
 
-    def _run(self, config: Config, folder: Path) -> None:
-        trackers: dict[str, Tracker] = {}
-        for name in config.telemetry.trackers:
-            with self._without(name, trackers):
-                trackers[name] = _TRACKERS[name](config, folder)
-        while (record := self._records.get()) is not None:
-            numbers = dict(numbers_of(record, names=config.telemetry.tracker_names))
-            for known, tracker in [*trackers.items()]:
-                with self._without(known, trackers):
-                    tracker.log(numbers, record.policy_version)
-        for known, tracker in [*trackers.items()]:
-            with self._without(known, trackers):
-                tracker.close()
+    def _log(self, folder: Path, name: str) -> Path:
+        return folder / "logs" / f"tracker-{name}.out"
 
-    @contextlib.contextmanager
-    def _without(self, name: str, trackers: dict[str, Tracker]) -> Iterator[None]:
-        """Go on without this tracker if it fails."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - code of others, which may raise anything
-            trackers.pop(name, None)
-            self._say(f"telemetry.trackers: {name} fails, and gets no more numbers: {error!r}")
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
+    return next((line for line in reversed(lines) if line.strip()), "no words")[:_MOST_WORDS]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Pass the records of a run on to a tracker until SIGTERM."""
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    signal_on_parent_death(signal.SIGTERM)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name")
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args(arguments)
+    folder = options.run_folder.resolve()
+    config, tail = load_config(str(folder / "config.yaml")), RecordTail(folder / "metrics.jsonl")
+    if options.resume:
+        tail.read()  # an earlier launcher's tracker has these
+    tracker = _TRACKERS[options.name](config, folder)
+    print(f"{options.name} gets the numbers of {folder}", flush=True)  # noqa: T201 - into the log
+    is_last = False
+    while not is_last:
+        is_last = ended.wait(_EVERY_S)
+        for record in tail.read():
+            tracker.log(dict(numbers_of(record, names=config.telemetry.tracker_names)), record.policy_version)
+    tracker.close()
 
 
 def numbers_of(record: Record, *, names: str) -> Iterator[tuple[str, float]]:
@@ -220,7 +256,9 @@ class _MLflow:
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         for name, number in numbers.items():
-            self._client.log_metric(self._id, re.sub(r"[^\w/. -]", "_", name), number, step=step)
+            parts = [re.sub(r"[^\w. -]", "_", part) for part in name.split("/")]
+            path = "/".join(part for part in parts if part.strip("."))  # a label may be a path or a URL
+            self._client.log_metric(self._id, path, number, step=step)
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
@@ -262,3 +300,7 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(inner, f"{path}.{key}" if path else key)
     else:
         yield path, value
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.check_learned import conditions
+from support.local_runs import with_last_values
 from support.ray_cluster import ray_cluster
 from support.server_support import SERVERS
 from support.slurm_cluster import missing_programs, slurm_cluster
@@ -48,7 +49,7 @@ def _on_a_cpu(engine: str) -> tuple[str, ...]:
 def _learn(folder: Path, launcher: str, *arguments: str, model: str, environment: Mapping[str, str]) -> list[str]:
     """Run the quickstart; return the conditions that do not hold."""
     command = [sys.executable, "-m", f"areal_rloo.launcher.{launcher}", "--config", "quickstart.yaml"]
-    changes = (f"run.folder={folder}", f"model.path={model}", *FASTER, *arguments)
+    changes = with_last_values(f"run.folder={folder}", f"model.path={model}", *FASTER, *arguments)
     ended = subprocess.run([*command, *changes], cwd=REPO, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return [text for text, holds in conditions(folder).items() if not holds]
@@ -57,7 +58,8 @@ def _learn(folder: Path, launcher: str, *arguments: str, model: str, environment
 @pytest.mark.skipif(bool(MISSING), reason=f"Slurm is not installed here: no {', '.join(MISSING)}")
 def test_the_quickstart_learns_with_sglang_on_slurm(tmp_path: Path) -> None:
     with slurm_cluster(tmp_path / "cluster") as cluster:
-        arguments = ("--wait", *ON_TWO_NODES, *_on_a_cpu("sglang"))
+        fewer = "learner.num_train_steps=36"  # a server on a CPU is slow
+        arguments = ("--wait", *ON_TWO_NODES, *_on_a_cpu("sglang"), fewer)
         run = _learn(tmp_path / "run", "slurm", *arguments, model=_model(), environment=cluster.environment)
     assert run == []
 

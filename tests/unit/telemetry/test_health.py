@@ -166,7 +166,7 @@ def test_the_scale_of_rewards_does_not_count(eval_record: EvalRecord) -> None:
 
 
 def test_each_evaluation_set_has_its_own_fall(eval_record: EvalRecord) -> None:
-    health = _health()
+    health = _health("data.eval=[{task: arithmetic, name: math}, {task: arithmetic, name: words}]")
     for version, (math_accuracy, word_accuracy) in enumerate([(0.9, 0.9), (0.3, 0.9), (0.3, 0.9), (0.9, 0.9)]):
         for name, accuracy in (("math", math_accuracy), ("words", word_accuracy)):
             lines = _said(health, _evaluations(eval_record, accuracy, first=version, name=name))
@@ -175,6 +175,20 @@ def test_each_evaluation_set_has_its_own_fall(eval_record: EvalRecord) -> None:
                 ["health: accuracy_fell"] if began else ["health: accuracy_fell is over on math"] if over else []
             )
             assert health.statistics().symptom["accuracy_fell"] == (version == 2)
+
+
+@pytest.mark.parametrize("changed", [{"num_prompts": 10}, {"policy_version": 50}])
+def test_a_fall_on_a_set_that_changed_is_forgotten(changed: dict[str, Any], eval_record: EvalRecord) -> None:
+    health = Health(load_config("quickstart.yaml", []), Breaks(evaluations={"arithmetic": [40]}))
+    assert len(_said(health, _evaluations(eval_record, 0.9, 0.3, 0.3))) == 1
+    _said(health, [msgspec.structs.replace(eval_record, **{"policy_version": 39, **changed})])
+    assert health.present == []
+
+
+def test_a_set_that_is_measured_no_more_has_no_fall(eval_record: EvalRecord) -> None:
+    health = _health()
+    assert _said(health, _evaluations(eval_record, 0.9, 0.3, 0.3, name="of an earlier config")) == []
+    assert health.present == []
 
 
 def test_few_prompts_tell_no_fall(eval_record: EvalRecord) -> None:

@@ -1,28 +1,53 @@
-"""Trackers get every number of every record, from a thread that costs the run nothing; with the real libraries."""
+"""Trackers get every number of every record, by processes that cost the run nothing; with the real libraries."""
 
 import math
+import os
 import re
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
 
+import psutil
 import pytest
+from support.patience import eventually
 
-from areal_rloo.config import load_config
+from areal_rloo.config import dump_config, load_config
 from areal_rloo.telemetry import trackers
+from areal_rloo.telemetry.metrics import MetricsFile
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 from areal_rloo.telemetry.trackers import Trackers, numbers_of
 
 MakeTrainRecord = Callable[..., TrainRecord]
 
+# As wandb does: a process of the library, and an end that waits for this process.
+HANGING = """
+import subprocess, time
+child = subprocess.Popen(["sleep", "1000"])
+print(child.pid, flush=True)
+class Run:
+    def log(self, numbers, step):
+        child.wait()
+def init(**options):
+    return Run()
+"""
 
-def _track(folder: Path, records: list[Record], *names: str, options: tuple[str, ...] = ()) -> list[str]:
+
+def _track(folder: Path, records: Sequence[Record], *names: str, resume: bool = False, waits: bool = True) -> list[str]:
     """Pass records on to trackers; return the lines for the user."""
     said: list[str] = []
-    config = load_config("quickstart.yaml", [f"telemetry.trackers=[{', '.join(names)}]", *options])
-    passed = Trackers(config, folder, said.append)
-    assert passed.take(records) is records
+    config = load_config("quickstart.yaml", [f"telemetry.trackers=[{', '.join(names)}]"])
+    (folder / "config.yaml").write_text(dump_config(config))
+    logs = [folder / "logs" / f"tracker-{name}.out" for name in names]
+    for log in logs:  # of an earlier launcher
+        log.unlink(missing_ok=True)
+    passed = Trackers(config, folder, said.append, resume=resume)
+    if waits:
+        eventually(lambda: all("gets the numbers" in log.read_text() for log in logs), "the start of the trackers")
+    file = MetricsFile(folder / "metrics.jsonl")
+    for record in records:
+        file.append(record)
+    file.close()
+    if not waits:
+        eventually(lambda: passed.look() or said, "a word about the trackers")  # type: ignore[func-returns-value]
     passed.close()
     return said
 
@@ -64,86 +89,56 @@ def test_numbers_have_a_second_name_for_dashboards_of_another_system(
     assert {*trackers._TRL, *trackers._VERL} <= {*TrainRecord.__struct_fields__, *EvalRecord.__struct_fields__}
 
 
-class _Recorder:
-    """A tracker in memory."""
-
-    made: ClassVar[list[Any]] = []
-
-    def __init__(self, config: object, folder: Path) -> None:
-        self.logged: list[tuple[int, Mapping[str, float]]] = []
-        self.is_closed = False
-        self.made.append(self)
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        self.logged.append((step, numbers))
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-class _Failing(_Recorder):
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        if step == 2:
-            raise ConnectionError("the server is gone")
-
-
-class _Hanging(_Recorder):
-    release = threading.Event()
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        self.release.wait()
-
-
-def test_a_tracker_that_fails_costs_its_own_numbers_alone(
-    make_train_record: MakeTrainRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(config: object, folder: Path) -> trackers.Tracker:
-        raise RuntimeError("no key")
-
-    monkeypatch.setattr(_Recorder, "made", [])
-    monkeypatch.setattr(trackers, "_TRACKERS", {"wandb": refuse, "mlflow": _Failing, "tensorboard": _Recorder})
-    records: list[Record] = [make_train_record(policy_version=step) for step in (1, 2, 3)]
-    said = _track(tmp_path, records, "wandb", "mlflow", "tensorboard")
-    assert said == [
-        "telemetry.trackers: wandb fails, and gets no more numbers: RuntimeError('no key')",
-        "telemetry.trackers: mlflow fails, and gets no more numbers: ConnectionError('the server is gone')",
-    ]
-    failing, whole = _Recorder.made
-    assert (failing.is_closed, whole.is_closed) == (False, True)
-    assert [step for step, _ in whole.logged] == [1, 2, 3]
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_tracker_that_fails_is_said_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken").mkdir()
+    for module in ("wandb", "mlflow"):
+        (tmp_path / "broken" / f"{module}.py").write_text("raise ConnectionError('the server is gone')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'broken'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    (line,) = _track(tmp_path, [], name, waits=False)
+    assert line == (
+        f"telemetry.trackers: {name} has ended, and gets no more numbers: ConnectionError: the server is gone "
+        f"({tmp_path / 'logs' / f'tracker-{name}.out'})"
+    )
 
 
 def test_a_tracker_that_hangs_does_not_hold_the_end_of_the_run(
     make_train_record: MakeTrainRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trackers, "_TRACKERS", {"trackio": _Hanging})
-    monkeypatch.setattr(trackers, "_CLOSE_S", 0.1)
-    said = _track(tmp_path, [make_train_record()], "trackio")
-    assert said == ["telemetry.trackers: no end after 0.1 s; the last numbers may be missing there"]
-    _Hanging.release.set()
+    """The others get all numbers; what hangs is killed with all that its library has started."""
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "trackio.py").write_text(HANGING)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'broken'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(trackers, "_CLOSE_S", 5.0)
+    said = _track(tmp_path, [make_train_record(policy_version=1)], "trackio", "tensorboard")
+    assert said == ["telemetry.trackers: no end of trackio after 5 s; the last numbers may be missing there"]
+    started = int((tmp_path / "logs" / "tracker-trackio.out").read_text().split()[0])
+    eventually(lambda: not psutil.pid_exists(started) or psutil.Process(started).status() == "zombie", "the kill")
+    assert len(_curve(tmp_path, "train/reward_mean")) == 1
 
 
 def test_without_trackers_nothing_is_made(make_train_record: MakeTrainRecord, tmp_path: Path) -> None:
-    num_threads = threading.active_count()
     assert _track(tmp_path, [make_train_record()]) == []
-    assert threading.active_count() == num_threads
-    assert list(tmp_path.iterdir()) == []
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "metrics.jsonl"}
+
+
+def _curve(folder: Path, name: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
+    shown.Reload()
+    return [(event.step, event.tensor_proto.float_val[0]) for event in shown.Tensors(name)]
 
 
 def test_tensorboard_shows_the_curves(
     make_train_record: MakeTrainRecord, eval_record: EvalRecord, tmp_path: Path
 ) -> None:
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     steps: list[Record] = [make_train_record(policy_version=step, reward_mean=0.1 * step) for step in (1, 2, 3)]
     assert _track(tmp_path, [*steps, eval_record], "tensorboard") == []
-    shown = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
-    shown.Reload()
-    curve = [(event.step, event.tensor_proto.float_val[0]) for event in shown.Tensors("train/reward_mean")]
-    assert curve == [(step, pytest.approx(0.1 * step)) for step in (1, 2, 3)]
-    (evaluated,) = shown.Tensors("evaluation/arithmetic/accuracy")
-    assert (evaluated.step, evaluated.tensor_proto.float_val[0]) == (4, 0.625)
+    assert _curve(tmp_path, "train/reward_mean") == [(step, pytest.approx(0.1 * step)) for step in (1, 2, 3)]
+    assert _curve(tmp_path, "evaluation/arithmetic/accuracy") == [(4, 0.625)]
 
 
 def test_wandb_keeps_the_numbers_offline(
@@ -167,12 +162,18 @@ def test_mlflow_goes_on_with_the_run_of_an_earlier_launcher(
     from mlflow import MlflowClient
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     for step in (1, 2):
-        assert _track(tmp_path, [make_train_record(policy_version=step, reward_mean=0.5 * step)], "mlflow") == []
+        record = make_train_record(policy_version=step, reward_mean=0.5 * step, reward_parts={"//scorer/score": 1.0})
+        assert _track(tmp_path, [record], "mlflow", resume=step == 2) == []
     client = MlflowClient((tmp_path / "mlflow").as_uri())
     (experiment,) = [one for one in client.search_experiments() if one.name == "areal_rloo"]
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.data.params["algorithm.group_size"] == "8"
     history = client.get_metric_history(run.info.run_id, "train/reward_mean")
     assert [(one.step, one.value) for one in history] == [(1, 0.5), (2, 1.0)]
+    assert [one.value for one in client.get_metric_history(run.info.run_id, "train/reward_parts/scorer/score")] == [
+        1,
+        1,
+    ]
     assert run.info.status == "FINISHED"
