@@ -105,7 +105,7 @@ def test_splits_use_the_devices_of_tensor_parallel_workers_and_replicas() -> Non
 
 
 def test_a_run_says_which_half_waits(make_train_record: Callable[..., TrainRecord]) -> None:
-    config = load_config("quickstart.yaml", [])
+    config = load_config("quickstart.yaml", ["rollout.num_slots=16"])
     words = bottleneck_of_run(measured_steps(make_train_record, [16] * 8, wait_s=1.5), config)
     assert words is not None
     assert words.startswith("rollout-bound: the learner waits 50 %; a second worker, with more cores or another GPU, ")
