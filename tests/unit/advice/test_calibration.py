@@ -88,7 +88,9 @@ def test_drawn_lengths_have_the_mean_and_the_longest_of_a_group(std: float, long
 def test_a_setup_has_the_counts_of_the_config_and_the_last_evaluation(
     make_train_record: MakeTrainRecord, eval_record: Any
 ) -> None:
-    config = load_config("quickstart.yaml", ["rollout.num_workers=3", "rollout.num_slots=16", "algorithm.max_staleness=4"])
+    config = load_config(
+        "quickstart.yaml", ["rollout.num_workers=3", "rollout.num_slots=16", "algorithm.max_staleness=4"]
+    )
     setup = setup_of(config, [eval_record])
     assert (setup.num_workers, setup.num_slots, setup.groups_per_step, setup.max_staleness) == (3, 16, 48, 4)
     assert (setup.num_eval, setup.eval_every) == (200, 5)
