@@ -7,7 +7,6 @@ the run nor another tracker notices. A tracker is imported only if `telemetry.tr
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import math
 import os
@@ -16,8 +15,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,12 +24,16 @@ import msgspec
 
 from areal_rloo.config import Config, load_config
 from areal_rloo.parent_death import signal_on_parent_death
+from areal_rloo.session_leader import SessionLeader
 from areal_rloo.telemetry.metric import declared_metrics
 from areal_rloo.telemetry.metrics import RecordTail
 from areal_rloo.telemetry.records import EvalRecord, Record
+from areal_rloo.waiting import wait_until
 
 _PROJECT = "areal_rloo"
 _CLOSE_S = 30.0  # for what is still to be written or sent
+_KILL_TIMEOUT_S = 10.0
+_LOOK_EVERY_S = 0.05
 _EVERY_S = 1.0
 _MOST_WORDS = 300
 
@@ -89,53 +92,47 @@ class Trackers:
 
     def __init__(self, config: Config, folder: Path, say: Callable[[str], None], *, resume: bool) -> None:
         """`say` gets a line for the user about a failing tracker. With `resume`, the records so far are known."""
-        self._say, self._processes = say, dict[str, subprocess.Popen[bytes]]()
+        self._say, self._folder, self._processes = say, folder, dict[str, SessionLeader]()
+        more = ["--resume"] if resume else []
         for name in config.telemetry.trackers:
-            self._log(folder, name).parent.mkdir(exist_ok=True)
-            with self._log(folder, name).open("ab") as log:
-                self._processes[name] = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-m",
-                        "areal_rloo.telemetry.trackers",
-                        name,
-                        str(folder),
-                        *(["--resume"] if resume else []),
-                    ],
+            self._log(name).parent.mkdir(exist_ok=True)
+            with self._log(name).open("ab") as log:
+                child = subprocess.Popen(
+                    [sys.executable, "-m", "areal_rloo.telemetry.trackers", name, str(folder), *more],
                     stdin=subprocess.DEVNULL,  # no tracker asks the user for a key
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
                 )
-        self._folder = folder
+            self._processes[name] = SessionLeader(child)  # and ends the processes of the library, too
 
     def look(self) -> None:
         """Say which trackers have ended; the run goes on without them."""
         for name, process in [*self._processes.items()]:
-            if process.poll() is not None:
+            if process.exit_code() is not None:
                 del self._processes[name]
-                log = self._log(self._folder, name)
+                log = self._log(name)
                 self._say(f"telemetry.trackers: {name} has ended, and gets no more numbers: {_last_line(log)} ({log})")
 
     def close(self) -> None:
         """Let the trackers write or send the rest; kill a hanging one."""
-        for process in self._processes.values():
-            process.terminate()
-        ends_s = time.monotonic() + _CLOSE_S
-        for name, process in self._processes.items():
-            try:
-                process.wait(max(0.0, ends_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
+        processes, self._processes = self._processes, {}
+        for process in processes.values():
+            process.signal(signal.SIGTERM)
+        wait_until(
+            lambda: all(process.exit_code() is not None for process in processes.values()),
+            timeout_s=_CLOSE_S,
+            look_every_s=_LOOK_EVERY_S,
+        )
+        for name, process in processes.items():
+            if process.exit_code() is None:
                 self._say(
                     f"telemetry.trackers: no end of {name} after {_CLOSE_S:g} s; the last numbers may be missing there"
                 )
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also what a library has started
-            process.wait()
-        self._processes = {}
+            process.kill(_KILL_TIMEOUT_S)
 
-    def _log(self, folder: Path, name: str) -> Path:
-        return folder / "logs" / f"tracker-{name}.out"
+    def _log(self, name: str) -> Path:
+        return self._folder / "logs" / f"tracker-{name}.out"
 
 
 def _last_line(log: Path) -> str:
@@ -173,21 +170,18 @@ def numbers_of(record: Record, *, names: str) -> Iterator[tuple[str, float]]:
     Each has the name of the field in metrics.jsonl, after `train/` or `evaluation/<set>/`, and before the label. With
     `names` of `trl` or `verl`, some numbers come a second time, by the names of this system.
     """
-    group, known = "train", _NAMES[names]
-    if isinstance(record, EvalRecord):
-        group = f"evaluation/{record.name}"
+    of_set = record.name if isinstance(record, EvalRecord) else None
+    group = "train" if of_set is None else f"evaluation/{of_set}"
+    known = {field: name for field, name in _NAMES[names].items() if (field == "accuracy") == (of_set is not None)}
     for declared in declared_metrics(type(record)):
-        value: Any = record
-        for part in declared.path:
-            value = getattr(value, part)
+        value = attrgetter(declared.field)(record)
         by_label = value if isinstance(value, dict) else {None: value}
         for label, number in by_label.items():
             if math.isfinite(number):
                 suffix = "" if label is None else f"/{label}"
                 yield f"{group}/{'/'.join(declared.path)}{suffix}", float(number)
-        is_own = isinstance(record, EvalRecord) == (declared.field == "accuracy")
-        if declared.field in known and is_own and math.isfinite(value):
-            yield known[declared.field].format(set=group.removeprefix("evaluation/")), float(value)
+        if declared.field in known and math.isfinite(value):
+            yield known[declared.field].format(set=of_set), float(value)
 
 
 class _TensorBoard:

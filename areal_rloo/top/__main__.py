@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 from areal_rloo.config import load_config
@@ -48,24 +48,28 @@ def _follow(folder: Path, *, once: bool) -> None:
     config = load_config(str(folder / "config.yaml"))
     health, tail, fleet = Health(config, breaks_of(folder)), RecordTail(folder / "metrics.jsonl"), Fleet()
     targets, records = Targets(config, folder), list[Record]()
-    console = Console()
-    with Live(console=console, auto_refresh=False, transient=once) as live:
-        while True:
-            for record in tail.read():
-                health.look(record)
-                if isinstance(record, TrainRecord):  # a learner that went back takes its steps again
+    newest = -1  # step
+
+    def shown() -> RenderableType:
+        nonlocal records, newest
+        for record in tail.read():
+            health.look(record)
+            if isinstance(record, TrainRecord):
+                if record.policy_version <= newest:  # a learner that went back takes its steps again
                     records = [one for one in records if one.policy_version < record.policy_version]
-                records.append(record)
-            processes = fleet.look(targets.read())
-            if once:  # a rate needs two looks
-                time.sleep(_BETWEEN_S)
-                processes = fleet.look(targets.read())
-            shown = screen(folder, config, records, processes, health.present)
-            if once:
-                break
-            live.update(shown, refresh=True)
+                newest = record.policy_version
+            records.append(record)
+        return screen(folder, config, records, fleet.look(targets.read()), health.present)
+
+    if once:
+        fleet.look(targets.read())  # a rate needs two looks
+        time.sleep(_BETWEEN_S)
+        Console().print(shown())
+        return
+    with Live(auto_refresh=False) as live:
+        while True:
+            live.update(shown(), refresh=True)
             time.sleep(_EVERY_S)
-    console.print(shown)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from areal_rloo.launcher.doctor.base import Finding, Situation, ok, unsure, wron
 
 _LEAST_PYTHON = (3, 11)
 _DISTRIBUTION = "areal-rloo"
-_EXTRAS = {"peft": "peft", "liger": "liger_kernel"}  # the module of an extra with another name
+_EXTRAS = {"liger": "liger_kernel"}  # the module of an extra with another name
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,-]+\])?(?:>=([\d.]+))?")
 _INTERFACES = Path("/sys/class/net")
 # The effect of each value on a run.
