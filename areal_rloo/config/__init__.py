@@ -38,6 +38,7 @@ from areal_rloo.config.load import check_unique, dump_config, load_config
 from areal_rloo.config.presets import PRESETS
 from areal_rloo.config.rollout import EmbeddedConfig, EpisodeConfig, RolloutConfig, SamplingConfig
 from areal_rloo.config.schema import (
+    CheckpointConfig,
     Config,
     ModelConfig,
     TinyModelConfig,
@@ -56,6 +57,7 @@ __all__ = [
     "AdaptiveKLConfig",
     "AlgorithmConfig",
     "BehaviourWeightConfig",
+    "CheckpointConfig",
     "Config",
     "ConfiguredSource",
     "DataConfig",

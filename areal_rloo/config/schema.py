@@ -121,7 +121,9 @@ class WireConfig(Section, frozen=True):
 
 class CheckpointConfig(Section, frozen=True):
     every_n_steps: Natural = 50  # and after the first step; 0: only at the end and on drain
-    keep: PositiveInt = 2
+    keep: PositiveInt = 2  # the newest
+    keep_best: bool = True  # also the checkpoint with the best held-out accuracy: a policy may collapse over night
+    keep_every_n_steps: Natural = 0  # also those of every Kth step; 0: none
     # Save the tokens of unfinished samples, too, and continue these samples after a resume. For this, a server aborts
     # its requests at every checkpoint, and computes their cache again.
     partial_rollouts: bool = True
@@ -142,6 +144,8 @@ class TelemetryConfig(Section, frozen=True):
     trajectories_per_step: Natural = 16
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()  # also get all numbers
     tracker_names: Literal["areal_rloo", "trl", "verl"] = "areal_rloo"  # some numbers also by another system's names
+    # Each process records all work with times in traces/, a kilobyte a sample; the report makes a file for Perfetto.
+    trace: bool = False
 
 
 class Config(Section, frozen=True):

@@ -24,6 +24,9 @@ from areal_rloo.inspect.text import By, View, show, table, tallied
 from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.telemetry.progress import stop_printing
 from areal_rloo.telemetry.trajectories import FILE_NAME, TrajectoryRecord, read_trajectories
+from areal_rloo.trace.joined import read_traces
+from areal_rloo.trace.lives import life_of
+from areal_rloo.trajectory import SampleId
 
 _UNWRAPPED = 10_000  # columns; a pipe gets whole lines
 _ANY = ""  # --dropped without a reason
@@ -36,6 +39,7 @@ why is the reward flat?
   python -m areal_rloo.inspect runs/latest --step 100: --where finish_reason=length
   python -m areal_rloo.inspect runs/latest --dropped reward_timeout
   python -m areal_rloo.inspect runs/latest --sample 40/3 --tokens
+  python -m areal_rloo.inspect runs/latest --life 40/3
   python -m areal_rloo.inspect runs/latest --limit 0 --json | jq .reward_parts
 """
 
@@ -66,6 +70,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _look(options: Options) -> None:
+    if options.life is not None:
+        life = life_of(read_traces(options.run_folder), options.life)
+        print("\n".join(life or [f"no sample {'/'.join(map(str, options.life))} in the traces"]))  # noqa: T201
+        return
     seen = select.Seen()
     console = _Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
@@ -111,6 +119,8 @@ def _closing(seen: select.Seen, shown: str) -> str:
 class Options(argparse.Namespace):
     """The parsed command line: the options of `_parser`, and the values made of several options."""
 
+    run_folder: Path
+    life: SampleId | None
     path: Path
     conditions: list[select.Condition]
     order: select.Order | None
@@ -145,6 +155,8 @@ def parse_arguments(arguments: Sequence[str]) -> Options:
         DataError: an option or a value is wrong, or the folder has no trajectories.
     """
     asked = _parser().parse_args(_joined(arguments), namespace=Options())
+    if asked.life is not None:
+        return asked
     if asked.limit is None:
         asked.limit = 0 if asked.summary else _MOST
     if asked.limit < 0:
@@ -239,6 +251,12 @@ def _parser() -> argparse.ArgumentParser:
     shape.add_argument("--tokens", action="store_true", help="a line for each token, with version and logprob")
     other = shape.add_mutually_exclusive_group()
     other.add_argument("--json", action="store_true", help="the records as JSON lines, for jq")
+    other.add_argument(
+        "--life",
+        type=select.parse_life,
+        metavar="GROUP/INDEX",
+        help="instead the life of a sample, from lease to step; needs telemetry.trace=true",
+    )
     other.add_argument(
         "--summary",
         nargs="?",

@@ -17,6 +17,7 @@ from typing import Any
 
 from areal_rloo.errors import DataError
 from areal_rloo.telemetry.trajectories import TrajectoryRecord
+from areal_rloo.trajectory import SampleId
 
 Condition = Callable[[TrajectoryRecord], bool]
 
@@ -184,6 +185,14 @@ def parse_sample(text: str) -> Condition:
     return lambda record: (
         (record.group_id, record.sample_index) == (group_id, sample_index) and part_index in {None, record.part_index}
     )
+
+
+def parse_life(text: str) -> SampleId:
+    """Parse GROUP/INDEX of a train sample."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None:
+        raise DataError(f"--life '{text}': expected GROUP/INDEX of a train sample, such as 40/3")
+    return int(found[1]), int(found[2])
 
 
 def parse_pattern(text: str) -> re.Pattern[str]:

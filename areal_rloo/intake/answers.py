@@ -13,6 +13,7 @@ from areal_rloo.intake.ledger import Grant, Sample
 from areal_rloo.intake.lies import Lie, Lies
 from areal_rloo.intake.reward_failures import RewardFailures
 from areal_rloo.rewards.request import FailureReason
+from areal_rloo.telemetry import trace
 from areal_rloo.telemetry.words import Words
 from areal_rloo.trajectory import SampleId, Trajectory, longest_row
 from areal_rloo.wire.messages import Duty, Failed, Partials, Results
@@ -101,6 +102,7 @@ class Answers:
             self._refuse(sender, duty, lie)
             self.leasing.lose([duty], is_attempt=True)
             return []
+        trace.record("intake", "arrived", group=duty.group_id, samples=[duty.sample_index], lease=duty.lease_id)
         in_vain = self._release_holder(sample, duty.sample_id)
         self.failures.scored(sender.standing)
         if duty.purpose == "eval":

@@ -17,6 +17,7 @@ from areal_rloo.config import Config
 from areal_rloo.intake.group_filter import Filter
 from areal_rloo.intake.ledger import Ledger, LedgerGroup
 from areal_rloo.intake.queues import GroupQueue
+from areal_rloo.telemetry import trace
 from areal_rloo.trajectory import Group
 
 
@@ -83,6 +84,7 @@ class Buffer:
             self._filter.batch_taken()
         taken = [self._ready.pop() for _ in range(wanted)]
         self._taken = sorted(group.group_id for group in taken)  # the batch must not depend on the order of arrival
+        trace.record("intake", "taken", groups=list(self._taken), step=policy_version + 1)
         return [self._ledger.begin_training(group_id) for group_id in self._taken]
 
     def trained(self) -> None:

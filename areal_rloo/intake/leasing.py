@@ -20,6 +20,7 @@ from areal_rloo.intake.fleet import Fleet, Worker
 from areal_rloo.intake.ledger import Grant, Ledger, LedgerGroup, Sample
 from areal_rloo.intake.prompts import Prompt, PromptStream
 from areal_rloo.intake.queues import GroupQueue, Room
+from areal_rloo.telemetry import trace
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import SampleId, purpose_of
 from areal_rloo.wire.messages import Duty, Lease
@@ -169,6 +170,7 @@ class Leasing:
             assert sample is not None, f"sample {duty.sample_id} has an outcome already"
             sample.lease(grant)
         worker.take(lease)
+        trace.record("intake", "granted", group=group_id, samples=list(indices), lease=lease.lease_id)
         return lease
 
     def _admit(self, policy_version: int, published: int) -> LedgerGroup | None:

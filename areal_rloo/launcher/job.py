@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shlex
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +30,7 @@ from areal_rloo.launcher.supervisor import Starter, Supervisor, named
 from areal_rloo.learner.checkpoint_folder import UNWRITTEN, folder_of, standing
 from areal_rloo.learner.stretches import breaks_of
 from areal_rloo.learner.warm_start import PreparedModel, tiny_model_folder
-from areal_rloo.report import result_in, write_report
+from areal_rloo.report import pages_in, result_in
 from areal_rloo.telemetry.health import Health
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metrics import RecordTail
@@ -45,7 +43,6 @@ from areal_rloo.telemetry.summary import (
 )
 from areal_rloo.telemetry.targets import Targets
 from areal_rloo.telemetry.trackers import Trackers
-from areal_rloo.telemetry.trajectories import FILE_NAME
 
 logger = get_logger(__name__)
 
@@ -151,12 +148,8 @@ class Job:
         if restored:  # the learner has not begun: there is nothing new to report
             return code
         try:
-            for words in result_in(self._folder):
+            for words in (*result_in(self._folder), *pages_in(self._folder)):
                 progress.say(words)
-            progress.say(f"report: {write_report(self._folder)}")
-            if (self._folder / FILE_NAME).is_file():
-                command = [sys.executable, "-m", "areal_rloo.inspect", str(self._folder), "--limit", "3"]
-                progress.say(f"trajectories: {shlex.join(command)}")
         except Exception as error:  # noqa: BLE001 - the run has ended well, with or without a report
             words = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             progress.say(f"no report: {words}")

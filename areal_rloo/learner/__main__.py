@@ -62,6 +62,7 @@ from areal_rloo.telemetry.record_file import cut_records
 from areal_rloo.telemetry.scrapes import serve_process
 from areal_rloo.telemetry.stacks import show_on_signal
 from areal_rloo.telemetry.summary import SUMMARY_NAME, forget_earlier_summary
+from areal_rloo.telemetry.trace import traced
 from areal_rloo.telemetry.trajectories import FILE_NAME
 from areal_rloo.telemetry.watchdog import Watchdog, WatchdogStatistics
 from areal_rloo.waiting import exit_despite_calls
@@ -108,7 +109,8 @@ def main() -> int:
     config = load_config(str(arguments.run_folder / "config.yaml"))
     name = "learner" if arguments.rank == 0 else f"learner-{arguments.rank}"
     setup_logs(name, level=config.telemetry.log_level, file=arguments.run_folder / "logs" / f"{name}.log")
-    code = run_to_exit_code(lambda: _run(config, arguments))
+    with traced(arguments.run_folder, name, on=config.telemetry.trace):
+        code = run_to_exit_code(lambda: _run(config, arguments))
     _ignore_drain_signals()  # Python restores the defaults when it ends; a signal would then replace the exit code
     return code
 
@@ -156,7 +158,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
     folder = arguments.run_folder
     lock_run_folder(folder, "learner", Patience(DEAD_HOST_S, logger.warning))
     remove_unfinished(folder / SUMMARY_NAME)
-    checkpoints = Checkpoints(folder_of(folder), keep=config.checkpoint.keep)
+    checkpoints = Checkpoints(folder_of(folder))
     restored = newest_checkpoint(checkpoints, config, resume=arguments.resume)
     # Download before the ranks meet: they wait no longer than for a collective.
     model_path = str(policy_folder(arguments.model_path, config))

@@ -13,17 +13,20 @@ writer thread writes the files.
 from __future__ import annotations
 
 import hashlib
+import math
 import shutil
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from areal_rloo.config import Config, dump_config
+from areal_rloo.config import CheckpointConfig, Config, dump_config
 from areal_rloo.config.reading import parse
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import CheckpointError, ConfigError, DecodeError, ModelError
@@ -46,6 +49,7 @@ from areal_rloo.learner.stretches import CONFIG_NAME, STATE_NAME
 from areal_rloo.learner.team import Team
 from areal_rloo.models.folder import check_weights
 from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.records import EvalRecord
 
 logger = get_logger(__name__)
 
@@ -59,19 +63,25 @@ class Checkpoints:
     Call `begin` or `load_newest` before the first `save`, while no other learner uses the folder.
     """
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder  # contains all checkpoints
         self.num_failed = 0  # failed writes since this process started
-        self._keep = keep
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._newest_is_whole = True
 
-    def save(self, state: LearnerState, *, config: Config, team: Team, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Copy the current state and start writing; first wait for the previous write. Later delete all but `keep`.
+    def save(
+        self,
+        state: LearnerState,
+        config: Config,
+        team: Team,
+        tokenizer: PreTrainedTokenizerBase,
+        evaluations: Sequence[EvalRecord] = (),
+    ) -> None:
+        """Copy the current state and start writing; first wait for the previous write. Later prune old checkpoints.
 
         If memory has no room for the copy, return when the checkpoint is written. If writing fails, the failure is
-        logged and counted, and training continues.
+        logged and counted, and training continues. `evaluations`: all of the run, also those that end later.
         """
         self.wait()
         target = checkpoint_path(self.folder, state.policy_version)
@@ -102,7 +112,8 @@ class Checkpoints:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 return
             self._newest_is_whole = True
-            prune(target, keep=self._keep)
+            spared = worth_keeping(list_checkpoints(self.folder), evaluations, config.checkpoint)
+            prune(target, keep=config.checkpoint.keep, spared=spared)
 
         self._writing = self._writer.submit(write)
         if are_live:
@@ -151,6 +162,22 @@ class Checkpoints:
                 f"({'; '.join(damaged.values())})"
             )
         return None
+
+
+def worth_keeping(versions: Collection[int], evaluations: Iterable[EvalRecord], config: CheckpointConfig) -> set[int]:
+    """Return the versions to keep, however old.
+
+    The best has the highest accuracy, as a mean over the evaluation sets; the newest of equals. Versions without an
+    evaluation on every set are not compared.
+    """
+    every, accuracies = config.keep_every_n_steps, defaultdict[int, dict[str, float]](dict)
+    kept = {version for version in versions if every > 0 and version % every == 0}
+    for record in list(evaluations):
+        if record.policy_version in versions and math.isfinite(record.accuracy):
+            accuracies[record.policy_version][record.name] = record.accuracy
+    num_sets = max(map(len, accuracies.values()), default=0)
+    whole = [(fmean(by_set.values()), version) for version, by_set in accuracies.items() if len(by_set) == num_sets]
+    return kept | {version for _, version in [max(whole)] if config.keep_best} if whole else kept
 
 
 def _say_resumed(version: int, damaged: Mapping[Path, str]) -> None:

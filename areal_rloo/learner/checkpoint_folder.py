@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -135,14 +136,15 @@ def finish(path: Path) -> None:
     _remove_outdated(path.parent)
 
 
-def prune(newest: Path, *, keep: int) -> None:
-    """Remove the checkpoints older than `newest`, except for the last `keep - 1`."""
+def prune(newest: Path, *, keep: int, spared: Collection[int] = ()) -> None:
+    """Remove the checkpoints older than `newest`, except for the last `keep - 1` and the versions in `spared`."""
     newest_version = version_of(newest)
     assert newest_version is not None, f"{newest} is no checkpoint"
     _mark_replaced(newest.parent)  # before their successors lose the name
-    older = [path for version, path in list_checkpoints(newest.parent).items() if version < newest_version]
-    for path in older[: max(0, len(older) - keep + 1)]:
-        _mark_removed(path)  # a kill must not leave a part of a checkpoint under its name
+    older = [(version, path) for version, path in list_checkpoints(newest.parent).items() if version < newest_version]
+    for version, path in older[: max(0, len(older) - keep + 1)]:
+        if version not in spared:
+            _mark_removed(path)  # a kill must not leave a part of a checkpoint under its name
     _remove_outdated(newest.parent)
 
 

@@ -26,6 +26,7 @@ from areal_rloo.learner.reporting import Reporter
 from areal_rloo.learner.state import LearnerState, capture
 from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.trace import span
 from areal_rloo.trajectory import Group
 from areal_rloo.weights.broadcast import Broadcaster
 
@@ -57,13 +58,14 @@ class Learner:
         """
         while self.policy_version < self.config.learner.num_train_steps:
             waiting_since_s = time.monotonic()
-            batch = self.intake.take_batch()
+            with span("training", "wait for a batch"):
+                batch = self.intake.take_batch()
             wait_s = time.monotonic() - waiting_since_s
             self.reporter.totals.learner_idle_s += wait_s
             if batch is None:
                 break
             self.doing = f"step {self.policy_version + 1}"
-            with self.turn:
+            with span("training", self.doing), self.turn:
                 self._train(batch, wait_s)
             self.doing = None
         completed, unpublished = self.policy_version >= self.config.learner.num_train_steps, None
@@ -94,6 +96,7 @@ class Learner:
         self.reporter.count_failed_checkpoints()
         self.recorder.close(self._take_drops(), policy_version=self.policy_version)
 
+    @span("training", "copy for a checkpoint")
     def save_checkpoint(self) -> None:
         """Copy the state between two steps, and begin to write a checkpoint."""
         self.reporter.update_clock()
@@ -106,7 +109,7 @@ class Learner:
             base=self.train_step.team.own.base,
             **self.intake.snapshot(capture).encoded(),
         )
-        self.checkpoints.save(state, config=self.config, team=self.train_step.team, tokenizer=self.tokenizer)
+        self.checkpoints.save(state, self.config, self.train_step.team, self.tokenizer, self.reporter.evaluations)
 
     def _train(self, batch: list[Group], wait_s: float) -> None:
         if self.batches is not None:  # before the step, which may end the learner
@@ -137,16 +140,18 @@ class Learner:
         times = {"waiting": wait_s, "gather": time.perf_counter() - started_s}
         # Mostly of the version before: the broadcast of this version has just begun.
         times["broadcast"] = self.intake.call(self.broadcaster.statistics).last_broadcast_s
-        statistics = self.intake.statistics()
-        self.reporter.train_step(batch, result, statistics, policy_version=self.policy_version, times=times)
-        self.recorder.step(
-            batch, result.masks, result.advantages, self._take_drops(), policy_version=self.policy_version - 1
-        )
+        with span("training", "records"):
+            statistics = self.intake.statistics()
+            self.reporter.train_step(batch, result, statistics, policy_version=self.policy_version, times=times)
+            self.recorder.step(
+                batch, result.masks, result.advantages, self._take_drops(), policy_version=self.policy_version - 1
+            )
         if unpublished is not None or (saves and not self.intake.draining):
             self.save_checkpoint()
         if unpublished is not None:
             raise unpublished
 
+    @span("training", "gather weights")
     def _commit(self, *, evaluate: bool) -> WeightsError | None:
         """Make the version current, and publish it if due. Return an error to raise after records and a checkpoint."""
         publish = evaluate or self.policy_version % self.config.weights.publish_every_n_steps == 0

@@ -31,6 +31,7 @@ from areal_rloo.models.device import finish_stream
 from areal_rloo.models.files import computation_dtype
 from areal_rloo.models.loading import Reference
 from areal_rloo.models.policy import Entropy, Policy, TokenLogprobs
+from areal_rloo.telemetry.trace import span
 from areal_rloo.weights.manifest import Manifest, build_manifest
 
 Times = dict[str, float]
@@ -210,7 +211,8 @@ class LearnerRank:
 
     @contextmanager
     def _timed(self, times: Times, part: str) -> Iterator[None]:
-        started_s = time.perf_counter()
-        yield
-        finish_stream(self._device)
-        times[part] += time.perf_counter() - started_s
+        started_s = time.monotonic()
+        with span("training", part):
+            yield
+            finish_stream(self._device)
+        times[part] += time.monotonic() - started_s

@@ -34,6 +34,7 @@ from areal_rloo.learner.packing import PackedBatch, pack
 from areal_rloo.learner.rank import Times
 from areal_rloo.learner.team import Team
 from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.trace import span
 from areal_rloo.trajectory import Group, Trajectory
 
 logger = get_logger(__name__)
@@ -82,7 +83,7 @@ class TrainStep:
         self.kl_coefficient = kl.coefficient
         self._config = config
         self._pack = partial(pack, max_tokens=config.learner.microbatch_tokens, num_ranks=team.num_ranks)
-        self._stop_token_ids = frozenset(stop_token_ids)
+        self._advantages = partial(compute_advantages, config=config, stop_token_ids=frozenset(stop_token_ids))
         self._kl_in_loss = kl.coefficient > 0 and kl.placement == "loss"
 
     def resume(self, kl_coefficient: float) -> None:
@@ -104,14 +105,8 @@ class TrainStep:
         samples = Samples([trajectory for group in groups for trajectory in group.trajectories])
         masks = loss_masks(samples, policy_version=policy_version, config=self._config.algorithm)
         reference = self._reference(samples.trajectories, policy_version)
-        advantages = compute_advantages(
-            samples,
-            masks,
-            () if self._kl_in_loss else reference.logprobs,
-            config=self._config,
-            kl_coefficient=self.kl_coefficient,
-            stop_token_ids=self._stop_token_ids,
-        )
+        in_advantages = () if self._kl_in_loss else reference.logprobs
+        advantages = self._advantages(samples, masks, in_advantages, kl_coefficient=self.kl_coefficient)
         minibatches = self._minibatches(samples, masks, reference, advantages, policy_version)
         updates = self._train(minibatches)
         adaptive = self._config.algorithm.kl.adaptive
@@ -129,6 +124,7 @@ class TrainStep:
         measured = times | speed(self.team.own.policy, kept, all_s, peak_flops=possible, config=self._config)
         return StepResult(masks, reference, advantages, updates, numbers, measured)
 
+    @span("training", "reference")
     def _reference(self, trajectories: Sequence[Trajectory], policy_version: int) -> ReferenceScores:
         """Score a batch with the reference policy; refresh the reference first if this version asks for that."""
         started_s, times = time.perf_counter(), {}
@@ -154,6 +150,7 @@ class TrainStep:
         numbers = {"reference_kl_k1": divergence("k1"), "reference_kl_k3": divergence("k3")}
         return ReferenceScores(by_trajectory, divergence(self._config.algorithm.kl.estimator), numbers, times)
 
+    @span("training", "packing")
     def _minibatches(
         self, samples: Samples, masks: Masks, reference: ReferenceScores, advantages: Advantages, policy_version: int
     ) -> list[PackedBatch]:
@@ -190,6 +187,7 @@ class TrainStep:
         )
         return list(weights[index].float().numpy())
 
+    @span("training", "train")
     def _train(self, minibatches: Sequence[PackedBatch]) -> Updates:
         """Let every rank train on a share of the rows, and merge the answers."""
         started_s = time.perf_counter()

@@ -2,7 +2,7 @@
 
 In: config.yaml, configs/, metrics.jsonl and, after the end of the run, summary.json. Out: HTML with charts as SVG,
 light and dark, without scripts and without anything to load. A run with recorded trajectories gets a second page
-(`areal_rloo.inspect.page`). Works on a run in progress.
+(`areal_rloo.inspect.page`), and a run with traces a file for Perfetto (`areal_rloo.trace`). Works on a run in progress.
 
 - `__main__` is the command.
 - `page` writes the page: facts, charts, ledger, config.
@@ -11,6 +11,6 @@ light and dark, without scripts and without anything to load. A run with recorde
 - `metrics_page` writes docs/metrics.md, the reference of all metrics.
 """
 
-from areal_rloo.report.page import result_in, write_report
+from areal_rloo.report.page import pages_in, result_in, write_report
 
-__all__ = ["result_in", "write_report"]
+__all__ = ["pages_in", "result_in", "write_report"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 import json
 import math
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,10 @@ from areal_rloo.telemetry.health import Health
 from areal_rloo.telemetry.metric import Declared, Measured, declared_metrics, healthy_range
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
+from areal_rloo.telemetry.trace import FOLDER_NAME
 from areal_rloo.telemetry.trajectories import FILE_NAME, read_trajectories
+from areal_rloo.trace.perfetto import FILE_NAME as TRACE_NAME
+from areal_rloo.trace.perfetto import write_perfetto
 
 _STYLE = """
 .facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(185px, 1fr)); gap: .7rem; margin: 1.2rem 0; }
@@ -49,7 +54,7 @@ _COLORS = "\n".join(
 
 
 def write_report(folder: Path) -> Path:
-    """Write report.html into a run folder, and trajectories.html if there are any; give the path of the report.
+    """Write report.html into a run folder; give its path. Also trajectories.html and trace.json.gz, if there are any.
 
     Raises:
         DataError: the folder holds no run, or its files cannot be read or written.
@@ -61,11 +66,27 @@ def write_report(folder: Path) -> Path:
         write_atomically(target, _page(folder).encode())
         if (folder / FILE_NAME).is_file():
             write_page(folder, read_trajectories(folder / FILE_NAME))
+        if (folder / FOLDER_NAME).is_dir():
+            write_perfetto(folder)
     except DataError:
         raise
     except Exception as error:  # numbers that no learner writes: in damaged files, they reach every line of a page
         raise DataError(f"{folder}: the report cannot be made: {error}") from error
     return target
+
+
+def pages_in(folder: Path) -> list[str]:
+    """Write the report of a run, and say where it is, and how to look at trajectories and trace.
+
+    Raises DataError as `write_report` does.
+    """
+    words = [f"report: {write_report(folder)}"]
+    if (folder / FILE_NAME).is_file():
+        command = [sys.executable, "-m", "areal_rloo.inspect", str(folder), "--limit", "3"]
+        words.append(f"trajectories: {shlex.join(command)}")
+    if (folder / FOLDER_NAME).is_dir():
+        words.append(f"trace: {folder / TRACE_NAME}, for https://ui.perfetto.dev, which reads it in the browser alone")
+    return words
 
 
 def result_in(folder: Path) -> list[str]:

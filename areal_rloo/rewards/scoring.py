@@ -19,6 +19,7 @@ import msgspec
 from areal_rloo.errors import RewardError
 from areal_rloo.rewards.request import FinalAnswer, RewardRequest, Scored, SourceKey, WorkStatistics, Worth
 from areal_rloo.telemetry.metric import Metric
+from areal_rloo.telemetry.trace import sample_span
 from areal_rloo.trajectory import MOST_REWARD, is_reward
 from areal_rloo.waiting import cancel
 
@@ -88,7 +89,8 @@ class Scoring:
         """
         source = self._sources[request.purpose, request.item.source]
         try:
-            scored = _summed(source.parts, *await _run_parts(source, request))
+            with sample_span("reward"):
+                scored = _summed(source.parts, *await _run_parts(source, request))
         except RewardError as error:
             self._dropped[error.reason] += 1
             raise RewardError(error.reason, error.detail, completion=request.completion) from error

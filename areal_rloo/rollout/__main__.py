@@ -35,6 +35,7 @@ from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 from areal_rloo.telemetry.metrics import watch
 from areal_rloo.telemetry.scrapes import serve_process
 from areal_rloo.telemetry.stacks import show_on_signal
+from areal_rloo.telemetry.trace import traced
 from areal_rloo.telemetry.watchdog import Watchdog, WatchdogStatistics
 from areal_rloo.waiting import exit_despite_threads, run_beside_user_code
 from areal_rloo.weights.receive import Receiver, ReceiveStatistics
@@ -72,7 +73,8 @@ def main() -> int:
         level=config.telemetry.log_level,
         file=arguments.run_folder / "logs" / f"{arguments.worker_id}.log",
     )
-    return run_to_exit_code(lambda: _run(config, arguments))
+    with traced(arguments.run_folder, arguments.worker_id, on=config.telemetry.trace):
+        return run_to_exit_code(lambda: _run(config, arguments))
 
 
 def _run(config: Config, arguments: Arguments) -> int:

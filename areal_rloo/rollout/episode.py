@@ -24,6 +24,7 @@ from areal_rloo.errors import EngineError, EpisodeError, SampleError, UserError
 from areal_rloo.rewards.request import RewardRequest, Scored
 from areal_rloo.rollout.partial import Journal
 from areal_rloo.tasks.chat import ChatFormat
+from areal_rloo.telemetry.trace import sample_span
 from areal_rloo.trajectory import Completion, Item, Purpose, SampleId, Trajectory
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd: all turns of a sample, and turns of other samples, get different seeds
@@ -278,14 +279,12 @@ class SampleEngine:
             min_new_tokens=min(self.sampling.min_new_tokens, room),
             seed=None if seed is None else seed ^ (turn * _SEED_STEP),
         )
-        request = GenerationRequest(
-            f"{self.name}/{turn}",
-            integers("tokens", tokens),
-            sampling,
-            min_version=self.min_version,
-            pinned=self.pinned,
-        )
-        return await self.journal.continued(request, partial(self.submitter.complete, self.journal.aborted))
+        name, ids = f"{self.name}/{turn}", integers("tokens", tokens)
+        request = GenerationRequest(name, ids, sampling, min_version=self.min_version, pinned=self.pinned)
+        with sample_span("generate", self.name, prompt_tokens=len(tokens)) as details:
+            made = await self.journal.continued(request, partial(self.submitter.complete, self.journal.aborted))
+            details["tokens"], details["versions"] = len(made.tokens), sorted(set(made.versions.tolist()))
+        return made
 
 
 def _check_length(name: str, num: int, expected: int, noun: str) -> None:

@@ -20,6 +20,7 @@ from areal_rloo.rewards.request import Scored
 from areal_rloo.rollout.episode import Conversation, Rewards, Sample, TurnEngine
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.tasks.tools import make_tools
+from areal_rloo.telemetry.trace import sample_span
 from areal_rloo.trajectory import Message, Trajectory
 from areal_rloo.waiting import cancel
 
@@ -94,7 +95,8 @@ class ToolUse:
         if tool is None:
             named = ascii(str(call.get("name"))[:40])  # the policy may write any name
             return f"error: there is no tool {named}; there are {', '.join(self._tools)}"
-        return await tool.call(call.get("arguments", {}))
+        with sample_span("tool", tool=str(call["name"])):
+            return await tool.call(call.get("arguments", {}))
 
 
 def tool_calls(text: str) -> list[str]:

@@ -33,6 +33,7 @@ from areal_rloo.rollout.partial import Journal, journal_of
 from areal_rloo.rollout.protocol import EngineState, ProtocolStatistics, WorkerProtocol
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.trace import sample_span
 from areal_rloo.trajectory import Completion
 from areal_rloo.waiting import cancel, fault_of
 from areal_rloo.weights.receive import Receiver
@@ -208,8 +209,7 @@ class RolloutWorker:
 
     def _engine_state(self) -> EngineState:
         statistics = self._engine.statistics()
-        times = statistics.busy_s, statistics.decoding_s
-        work = wire.Work(statistics.idle_s, statistics.generated_tokens, *times)
+        work = wire.Work(statistics.idle_s, statistics.generated_tokens, statistics.busy_s, statistics.decoding_s)
         return EngineState(statistics.policy_version, statistics.ready_version, work)
 
     async def _run_episode(self, lease: wire.Lease, duty: Duty, journal: Journal) -> None:
@@ -226,7 +226,8 @@ class RolloutWorker:
             journal=journal,
         )
         try:
-            given = await run_episode(self._episode, sample, engine, self._rewards, self._chat, self._deadlines)
+            with sample_span("episode", engine.name, lease=duty.lease_id, purpose=duty.purpose):
+                given = await run_episode(self._episode, sample, engine, self._rewards, self._chat, self._deadlines)
             trajectories, num_bytes = checked_trajectories(sample, given, self._limits)
         except asyncio.CancelledError:
             task = asyncio.current_task()

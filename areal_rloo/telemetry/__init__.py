@@ -12,6 +12,7 @@
 - `health` says when a run does not learn, from the records.
 - `bound` names the half of a run that bounds the throughput.
 - `trackers` pass the records on to TensorBoard, Weights & Biases, MLflow or trackio.
+- `trace` records the work of a process, with times.
 - `words` bounds the labels of counts by words from outside.
 - `logs` sets up the logs of a process.
 - `stacks` writes the stacks of all threads and tasks to the log, on a signal.

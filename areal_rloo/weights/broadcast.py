@@ -19,6 +19,7 @@ from torch import Tensor
 
 from areal_rloo.errors import WeightsError, first_line
 from areal_rloo.models.fingerprint import Sample
+from areal_rloo.telemetry import trace
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.waiting import cancel, failed
@@ -164,6 +165,7 @@ class Broadcaster:
                 offer = self._open.pop(command.offer_id)
                 self._last_s = time.monotonic() - offer.began_s
                 self._total_s += self._last_s
+                trace.record("weights", f"broadcast version {offer.version.policy_version}", offer.began_s)
                 offer.version.offers.discard(command.offer_id)
                 self._release_if_unused(offer.version)
 

@@ -23,6 +23,7 @@ from areal_rloo.errors import ChecksumError, ModelError, WeightsError
 from areal_rloo.models.stored import check_base
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
+from areal_rloo.telemetry.trace import span
 from areal_rloo.weights.collective import CollectiveReader
 from areal_rloo.weights.manifest import CollectiveOffer, Notice, checksum, views
 from areal_rloo.weights.shared_memory import SharedMemoryReader
@@ -81,7 +82,8 @@ class Receiver:
             if self._base is not None:
                 check_base(notice.manifest.base, *self._base)
             self._under_way = f"version {notice.policy_version}"
-            await self._receive(notice)
+            with span("weights", f"receive {self._under_way}"):
+                await self._receive(notice)
         except ModelError:
             raise
         except Exception as error:  # whatever the reason, the learner hears of it, and offers the version again

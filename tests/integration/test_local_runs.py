@@ -14,6 +14,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from areal_rloo.algorithm.kl import adapted_coefficient
 from areal_rloo.config import AdaptiveKLConfig
+from areal_rloo.trace.joined import read_traces
+from areal_rloo.trace.lives import lives
 
 pytestmark = pytest.mark.slow
 
@@ -87,8 +89,9 @@ def _assert_ends_balanced(run: Run, output: str) -> None:
 
 
 def test_staleness_zero_gives_fresh_tokens_and_repeatable_runs(start: Callable[..., Run]) -> None:
-    losses = []
-    for run in [start("algorithm.max_staleness=0", name=name) for name in ("one", "two")]:
+    """A trace changes no number."""
+    losses, options = [], {"one": "false", "two": "true"}
+    for run in [start("algorithm.max_staleness=0", f"telemetry.trace={options[name]}", name=name) for name in options]:
         code, output = run.wait()
         assert code == 0, output
         assert run.summary()["staleness"]["by_value"].keys() == {"0"}
@@ -108,8 +111,8 @@ def test_a_reference_with_another_vocabulary_is_refused(start: Callable[..., Run
 
 
 def test_killed_processes_are_replaced_and_the_run_completes(start: Callable[..., Run]) -> None:
-    """Kill a reward process, then a rollout worker, then the learner, in a single run."""
-    run = start("learner.num_train_steps=32", "launcher.max_learner_restarts=1")
+    """Kill a reward process, then a rollout worker, then the learner, in a single run. Its trace tells all steps."""
+    run = start("learner.num_train_steps=32", "launcher.max_learner_restarts=1", "telemetry.trace=true")
     run.wait_for(lambda: len(run.records()) >= 2)
     (worker,) = run.children("areal_rloo.rollout")
     scorers = worker.children()
@@ -143,6 +146,28 @@ def test_killed_processes_are_replaced_and_the_run_completes(start: Callable[...
     assert ledger["dropped"].get("reward_crash", 0) <= 1
     assert ledger["trained"] + ledger["dropped"].get("reward_crash", 0) == 32 * 16
     assert [record.num_train_steps for record in run.records()] == list(range(1, 33))
+    _assert_traced(run, num_steps=32)
+
+
+def _assert_traced(run: Run, *, num_steps: int) -> None:
+    """Check that the lives of the samples of the last step are whole, and in order."""
+    events = read_traces(run.folder)
+    assert {event.process for event in events} == {"learner", "rollout-0"}
+    of_steps = {event.name for event in events if event.track == "training"}
+    assert {"step 1", f"step {num_steps}"} <= of_steps, "the last second before a kill may be missing"
+    assert {"wait for a batch", "forward", "backward", "optimizer", "records", "gather weights"} <= of_steps
+    assert {event.track for event in events if event.process == "rollout-0"} == {"samples", "engine", "weights"}
+    last = [life for life in lives(events) if life.taken is not None and life.taken.details["step"] == num_steps]
+    assert len(last) == 16
+    for life in last:
+        assert life.granted_s is not None
+        assert life.arrived_s is not None
+        assert life.episode is not None
+        assert life.taken is not None
+        assert {stage.name for stage in life.stages} == {"generate", "reward"}
+        times = [life.granted_s, life.episode.began_s, life.episode.ended_s, life.arrived_s, life.taken.began_s]
+        assert times == sorted(times)
+    assert (run.folder / "trace.json.gz").is_file()
 
 
 def _wait_for_steps(run: Run, num: int) -> None:

@@ -11,7 +11,7 @@ NOT_RUN = {"learner/loop.py"}
 # Named below the table in ARCHITECTURE.md: a reader can skip them.
 BESIDE = (
     *("engines/", "tasks/", "rewards/pool.py", "rewards/process.py", "rewards/outage.py", "rollout/deadline.py"),
-    "rollout/partial.py",
+    *("rollout/partial.py", "telemetry/trace.py"),
     *("wire/turns.py", "wire/token_rules.py", "wire/peers.py", "wire/address.py", "wire/envelope.py"),
     *(
         "intake/evaluation.py",

@@ -70,5 +70,5 @@ def trained(folder: Path, *overrides: str) -> Team:
 def save(checkpoints: Checkpoints, folder: Path, version: int, *overrides: str) -> Path | None:
     """Return the folder, or None if the disk refused the write."""
     config, tokenizer = load_config("quickstart.yaml", overrides), load_tokenizer(str(folder))
-    checkpoints.save(checkpoint_state(version), config=config, team=trained(folder, *overrides), tokenizer=tokenizer)
+    checkpoints.save(checkpoint_state(version), config, trained(folder, *overrides), tokenizer)
     return checkpoints.folder / f"step-{version:06d}" if checkpoints.wait() else None

@@ -62,7 +62,7 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             prepare()
-            checkpoints = Checkpoints(folder, keep=2)
+            checkpoints = Checkpoints(folder)
             checkpoints.save(checkpoint_state(2), config=config, team=team, tokenizer=tokenizer)
             checkpoints.wait()
             os._exit(0)
@@ -78,7 +78,7 @@ def main() -> None:
         num_bytes = 0 if rng.random() < 0.3 else int(2 ** rng.uniform(0, 14))  # many files are small
         status = in_child(lambda event=event, num_bytes=num_bytes: _die_at(event, num_bytes))
         left = [path.stat().st_size for path in folder.glob(".unfinished-*/**/*") if path.is_file()]
-        newest = Checkpoints(folder, keep=2).load_newest()
+        newest = Checkpoints(folder).load_newest()
         assert newest is not None, "there was one before"
         shutil.rmtree(folder / "step-000002", ignore_errors=True)  # whole before the blow: each begins alike
         sys.stdout.write(f"{int(os.WIFSIGNALED(status))} {sum(left)} {len(left)} {newest[0].name}\n")

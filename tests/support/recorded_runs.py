@@ -85,7 +85,7 @@ class RecordedRun:
         )
         self.recorder = BatchRecorder(folder / "batches", start)
         self._metrics = MetricsFile(folder / "metrics.jsonl")
-        self._checkpoints = Checkpoints(folder / "checkpoints", keep=10)
+        self._checkpoints = Checkpoints(folder / "checkpoints")
 
     def step(self, batch: Sequence[Group]) -> None:
         self.recorder.append(batch, policy_version=self.version)
@@ -104,7 +104,7 @@ class RecordedRun:
             kl_coefficient=self.train_step.kl_coefficient,
             num_optimizer_steps=self.train_step.team.num_optimizer_steps,
         )
-        self._checkpoints.save(state, config=self._config, team=self.train_step.team, tokenizer=self._tokenizer)
+        self._checkpoints.save(state, self._config, self.train_step.team, self._tokenizer)
         assert self._checkpoints.wait()
 
     def close(self) -> Path:

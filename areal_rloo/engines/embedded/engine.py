@@ -34,6 +34,7 @@ from areal_rloo.engines.embedded.requests import Submission, WaitingQueue, Waiti
 from areal_rloo.engines.embedded.scheduler import Ended, Scheduler
 from areal_rloo.errors import EngineError, GenerationError, UserError
 from areal_rloo.models.device import avoid_plans_of_shapes
+from areal_rloo.telemetry import trace
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Completion
 from areal_rloo.turns import LOOK_EVERY_S, EngineTurn
@@ -232,12 +233,15 @@ class EmbeddedEngine:
         with self._changed:
             self._scheduler.admit(self._waiting, self._policy_version)
             self._clock.note(self._scheduler.num_placed)
+        began_s, num_placed = time.monotonic(), self._scheduler.num_placed
         for batch in list(self._scheduler.batches.values()):
             self._scheduler.prefill(batch)
         self._give_and_requeue(*self._scheduler.make_room())
         for batch in list(self._scheduler.batches.values()):
             if batch.running:
                 self._give(self._scheduler.step(batch), num_steps=1)
+        if num_placed:
+            trace.record("engine", "decode", began_s, completions=num_placed)
         return True
 
     def _may_compute(self, turn: EngineTurn) -> bool:
@@ -279,16 +283,17 @@ class EmbeddedEngine:
     def _swap_staged(self) -> None:
         while self._staged:  # only this thread removes an update, after handling it
             policy_version, weights, future = self._staged[0]
-            started_s = time.perf_counter()
+            started_s = time.monotonic()
             taken = policy_version > self._policy_version
             error = self._take_weights(weights) if taken else None
+            trace.record("engine", f"swap to version {policy_version}", started_s)
             with self._changed:
                 if taken and error is None:
                     self._policy_version = policy_version
                     self._scheduler.new_version(policy_version)
                     self._counts["updates"] += 1
                 self._staged.popleft()
-                self._swap_s += time.perf_counter() - started_s
+                self._swap_s += time.monotonic() - started_s
             if error is None:
                 future.set_result(self._policy_version)
             else:

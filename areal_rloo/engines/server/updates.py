@@ -31,6 +31,7 @@ from areal_rloo.engines.server.client import ServerGoneError, ServerRefusedError
 from areal_rloo.engines.server.sending import Sending, ServerState
 from areal_rloo.errors import EngineError
 from areal_rloo.models.fingerprint import Sample
+from areal_rloo.telemetry import trace
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
@@ -192,6 +193,7 @@ class Swapping:
             state.paused = False
             state.last_pause_s = time.monotonic() - still_since_s
             state.swap_s += state.last_pause_s
+            trace.record("engine", f"pause for version {update.policy_version}", still_since_s)
 
     def _check_still_connected(self, connection: Connection, update: Update) -> None:
         if self._state.connection is not connection:

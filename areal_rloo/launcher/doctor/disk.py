@@ -78,16 +78,23 @@ def check_free_disk(situation: Situation) -> Iterator[Finding]:
     if parameters is None:
         yield ok("disk", f"{size(free)} free")
         return
-    one, keep = checkpoint_bytes(config, parameters), config.checkpoint.keep
+    one, keep = checkpoint_bytes(config, parameters), _most_checkpoints(config)
     wanted = (keep + 1) * one + least  # a new checkpoint is complete before the oldest is removed
     what = f"{size(free)} free, a checkpoint is some {size(one)}"
-    fix = "free some disk, lower checkpoint.keep, or choose another run.folder"
+    fix = "free some disk, lower checkpoint.keep, checkpoint.keep_best=false, or choose another run.folder"
     if free < one + least:
         yield wrong("disk", f"{what}: not one fits", fix)
     elif free < wanted:
-        yield unsure("disk", f"{what}: checkpoint.keep={keep} of them and the next need {size(wanted)}", fix)
+        yield unsure("disk", f"{what}: the {keep} to keep and the next need {size(wanted)}", fix)
     else:
         yield ok("disk", f"{what}, {keep + 1} of them fit")
+
+
+def _most_checkpoints(config: Config) -> int:
+    """Return how many checkpoints the run keeps at the end."""
+    kept, every = config.checkpoint, config.checkpoint.keep_every_n_steps
+    for_ever = config.learner.num_train_steps // every if every else 0
+    return kept.keep + int(kept.keep_best and bool(config.data.eval_sources)) + for_ever
 
 
 def checkpoint_bytes(config: Config, parameters: int) -> int:

@@ -1,9 +1,12 @@
 """Test checkpoints: complete or absent, and everything in them is restored."""
 
 import json
+import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,20 +14,23 @@ import torch
 from safetensors.torch import load_file
 from support.checkpoints import checkpoint_state, save, stream, trained
 
-from areal_rloo.config import load_config
+from areal_rloo.config import CheckpointConfig, load_config
 from areal_rloo.errors import CheckpointError
 from areal_rloo.learner.building import build_rank
-from areal_rloo.learner.checkpoint import Checkpoints, _seal
+from areal_rloo.learner.checkpoint import Checkpoints, _seal, worth_keeping
+from areal_rloo.learner.checkpoint_folder import list_checkpoints
 from areal_rloo.learner.optimizer import schedule_factor
 from areal_rloo.learner.state import capture, restore_ledger
+from areal_rloo.models.files import load_tokenizer
 from areal_rloo.models.loading import load_policy
+from areal_rloo.telemetry.records import EvalRecord
 
 CPU = torch.device("cpu")
 TESTS = Path(__file__).resolve().parents[2]  # a program that starts there finds support/
 
 
 def test_a_checkpoint_restores_state_and_its_model_loads(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = Checkpoints(tmp_path)
     save(checkpoints, tiny_folders["qwen2"], 3)
     newest = checkpoints.load_newest()
     assert newest is not None
@@ -111,7 +117,7 @@ def test_a_restored_rank_continues_bit_for_bit(
 
 def test_a_checkpoint_has_the_adapters_apart_and_merged(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
     pytest.importorskip("peft", reason="the extra peft is not installed")
-    save(Checkpoints(tmp_path, keep=2), tiny_folders["qwen2"], 3, "learner.lora={rank: 4}")
+    save(Checkpoints(tmp_path), tiny_folders["qwen2"], 3, "learner.lora={rank: 4}")
     folder = tmp_path / "step-000003"
     base, merged = (
         load_policy(str(path), device=CPU).state_dict() for path in (tiny_folders["qwen2"], folder / "model")
@@ -162,14 +168,14 @@ def test_shards_of_another_model_are_refused(tmp_path: Path, tiny_folders: dict[
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = Checkpoints(tmp_path)
     for version in (1, 2, 3):
         save(checkpoints, tiny_folders["qwen2"], version)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
 
 
 def test_checksums_without_the_state_make_no_whole_checkpoint(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = Checkpoints(tmp_path)
     for version in (1, 2):
         save(checkpoints, tiny_folders["qwen2"], version)
     (tmp_path / "step-000002" / "checksums.json").write_text("{}")
@@ -183,7 +189,7 @@ def test_checksums_without_the_state_make_no_whole_checkpoint(tmp_path: Path, ti
 def test_a_damaged_checkpoint_is_skipped_for_the_previous(
     tmp_path: Path, tiny_folders: dict[str, Path], file: str, place: int
 ) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = Checkpoints(tmp_path)
     for version in (1, 2):
         save(checkpoints, tiny_folders["qwen2"], version)
     damaged = tmp_path / "step-000002" / file
@@ -203,7 +209,7 @@ def test_a_resume_says_its_step_the_damaged_file_and_the_lost_steps(
     tmp_path: Path, tiny_folders: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = Checkpoints(tmp_path)
     for version in (15, 20):
         save(checkpoints, tiny_folders["qwen2"], version)
     checkpoints.load_newest()
@@ -219,20 +225,20 @@ def test_a_resume_says_its_step_the_damaged_file_and_the_lost_steps(
 
 def test_rewriting_a_checkpoint_keeps_it_complete_at_all_times(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
     """A drain may follow a checkpoint of the same version. A kill between the two renames restores the first."""
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = Checkpoints(tmp_path)
     for _ in range(2):
         path = save(checkpoints, tiny_folders["qwen2"], 3)
         assert path is not None
         assert [entry.name for entry in tmp_path.iterdir()] == ["step-000003"]
     path.rename(tmp_path / ".replaced-step-000003")
-    newest = Checkpoints(tmp_path, keep=2).load_newest()
+    newest = Checkpoints(tmp_path).load_newest()
     assert newest is not None
     assert newest[0] == path
 
 
 def test_an_unfinished_checkpoint_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".unfinished-step-000009" / "model").mkdir(parents=True)
-    assert Checkpoints(tmp_path, keep=2).load_newest() is None
+    assert Checkpoints(tmp_path).load_newest() is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -241,14 +247,14 @@ def test_a_checkpoint_after_a_damaged_later_version_stays(
     tmp_path: Path, tiny_folders: dict[str, Path], keep: int
 ) -> None:
     for version in (40, 50):
-        save(Checkpoints(tmp_path, keep=2), tiny_folders["qwen2"], version)
+        save(Checkpoints(tmp_path), tiny_folders["qwen2"], version)
     (tmp_path / "step-000050" / "state.msgpack").write_bytes(b"damaged")
     for began_at, version in ((40, 42), (42, 44), (44, 50)):
-        checkpoints = Checkpoints(tmp_path, keep=keep)
+        checkpoints = Checkpoints(tmp_path)
         newest = checkpoints.load_newest()
         assert newest is not None
         assert newest[1].policy_version == began_at
-        assert save(checkpoints, tiny_folders["qwen2"], version) is not None
+        assert save(checkpoints, tiny_folders["qwen2"], version, f"checkpoint.keep={keep}") is not None
         assert (tmp_path / f"step-{version:06d}").is_dir()
     assert (tmp_path / "set-aside-step-000050" / "state.msgpack").read_bytes() == b"damaged"
     assert len(list(tmp_path.glob("step-*"))) == keep
@@ -256,20 +262,20 @@ def test_a_checkpoint_after_a_damaged_later_version_stays(
 
 def test_a_fresh_run_sets_checkpoints_of_an_earlier_run_aside(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
     (tmp_path / "step-000050").mkdir()
-    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints = Checkpoints(tmp_path)
     checkpoints.begin()
     save(checkpoints, tiny_folders["qwen2"], 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["set-aside-step-000050", "step-000002"]
 
 
 def test_a_failed_write_leaves_the_previous_checkpoint_complete(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = Checkpoints(tmp_path)
     save(checkpoints, tiny_folders["qwen2"], 1)
     code = (
         "import resource, signal, sys; from pathlib import Path\n"
         "from support.checkpoints import save, Checkpoints\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "sys.exit(0 if save(Checkpoints(Path(sys.argv[1]), keep=2), Path(sys.argv[2]), 2) is None else 1)"
+        "sys.exit(0 if save(Checkpoints(Path(sys.argv[1])), Path(sys.argv[2]), 2) is None else 1)"
     )
     command = [sys.executable, "-c", code, str(tmp_path), str(tiny_folders["qwen2"])]
     ended = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
@@ -281,7 +287,7 @@ def test_a_failed_write_leaves_the_previous_checkpoint_complete(tmp_path: Path, 
 
 
 def test_another_checkpoint_format_is_refused_with_a_remedy(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
-    folder = save(Checkpoints(tmp_path, keep=2), tiny_folders["qwen2"], 3)
+    folder = save(Checkpoints(tmp_path), tiny_folders["qwen2"], 3)
     assert folder is not None
     (folder / "state.msgpack").write_bytes(msgspec.msgpack.encode({"format": 2, "stream": {"epoch": 0}}))
     (folder / "checksums.json").unlink()
@@ -289,7 +295,7 @@ def test_another_checkpoint_format_is_refused_with_a_remedy(tmp_path: Path, tiny
     with pytest.raises(
         CheckpointError, match="format 2, this version reads 10; resume with the version that wrote the checkpoint"
     ):
-        Checkpoints(tmp_path, keep=2).load_newest()
+        Checkpoints(tmp_path).load_newest()
 
 
 def test_a_save_killed_at_any_byte_leaves_the_previous_checkpoint(
@@ -297,7 +303,7 @@ def test_a_save_killed_at_any_byte_leaves_the_previous_checkpoint(
 ) -> None:
     """Kill the save 50 times, each at another byte of a file or between two operations."""
     folder = tiny_folders["qwen2"]
-    assert save(Checkpoints(tmp_path, keep=2), folder, 1) is not None
+    assert save(Checkpoints(tmp_path), folder, 1) is not None
     command = [sys.executable, "-m", "support.checkpoints_to_kill", str(tmp_path), str(folder), "50"]
     ended = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
@@ -308,3 +314,52 @@ def test_a_save_killed_at_any_byte_leaves_the_previous_checkpoint(
     assert len({num_files for _, _, num_files, _ in rows}) > 3, "and in several files"
     for killed, size, _, newest in rows:
         assert newest == "step-000001" or killed == "0" or size == "0", "a later one is there after its rename alone"
+
+
+def _evaluations(eval_record: EvalRecord, **accuracies: Sequence[float | None]) -> list[EvalRecord]:
+    """Make the evaluations of each set, of versions 10, 20 and so on; None: not evaluated."""
+    return [
+        msgspec.structs.replace(eval_record, name=name, policy_version=10 * number, accuracy=accuracy)
+        for name, of_set in accuracies.items()
+        for number, accuracy in enumerate(of_set, 1)
+        if accuracy is not None
+    ]
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "options", "kept"),
+    [
+        ({"a": [0.5, 0.9, 0.7, 0.6]}, {}, {20}),
+        ({"a": [0.5, 0.9, 0.7, 0.9]}, {}, {40}),  # the newest of equals
+        ({"a": [0.5, 0.9, 0.7, 0.6], "b": [0.5, 0.1, 0.7, 0.6]}, {}, {30}),  # the mean of the sets
+        ({"a": [0.5, 0.9, 0.7, 0.6], "b": [0.5, None, 0.6, 0.6]}, {}, {30}),  # not all sets yet
+        ({"a": [0.5, math.nan, 0.7, 0.6]}, {}, {30}),
+        ({"a": [0.5, None, 0.7, None, 0.99]}, {}, {30}),  # version 50 has no checkpoint
+        ({}, {}, set()),
+        ({"a": [0.5, 0.9, 0.7, 0.6]}, {"keep_best": False}, set()),
+        ({"a": [0.5, 0.9, 0.7, 0.6]}, {"keep_every_n_steps": 15}, {20, 30}),
+        ({}, {"keep_every_n_steps": 20}, {20, 40}),
+    ],
+)
+def test_the_best_and_every_kth_checkpoint_are_worth_keeping(
+    accuracies: dict[str, list[float | None]],
+    options: dict[str, Any],
+    kept: set[int],
+    eval_record: EvalRecord,
+) -> None:
+    evaluations = _evaluations(eval_record, **accuracies)
+    assert worth_keeping([1, 10, 20, 30, 40], evaluations, CheckpointConfig(**options)) == kept
+
+
+def test_a_run_keeps_the_best_checkpoint_beside_the_newest(
+    tmp_path: Path, tiny_folders: dict[str, Path], eval_record: EvalRecord
+) -> None:
+    """The evaluation of a version may end after its checkpoint is written."""
+    checkpoints, evaluations, folder = Checkpoints(tmp_path), list[EvalRecord](), tiny_folders["qwen2"]
+    config, tokenizer = load_config("quickstart.yaml", ["checkpoint.keep=1"]), load_tokenizer(str(folder))
+    team = trained(folder)
+    for version, accuracy in ((10, 0.5), (20, 0.9), (30, 0.2), (40, 0.1)):
+        checkpoints.save(checkpoint_state(version), config, team, tokenizer, evaluations)
+        evaluations.append(msgspec.structs.replace(eval_record, policy_version=version, accuracy=accuracy))
+        assert checkpoints.wait()
+    assert list(list_checkpoints(tmp_path)) == [20, 40]

@@ -68,6 +68,12 @@ def test_pruning_counts_back_from_the_newest_and_spares_later_versions(tmp_path:
     assert _names(tmp_path) == {"step-000042", "step-000050"}
 
 
+def test_pruning_spares_versions_however_old(tmp_path: Path) -> None:
+    _make(tmp_path, 10, 20, 30, 42, 50)
+    prune(checkpoint_path(tmp_path, 50), keep=1, spared={20, 60})
+    assert list(list_checkpoints(tmp_path)) == [20, 50]
+
+
 def test_going_back_to_an_older_checkpoint_and_on_is_progress(tmp_path: Path) -> None:
     _make(tmp_path, 40, 50)
     before = standing(tmp_path)

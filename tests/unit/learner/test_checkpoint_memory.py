@@ -20,9 +20,9 @@ def test_a_checkpoint_without_room_for_a_copy_has_the_same_content(
     tmp_path: Path, tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, override: str
 ) -> None:
     folder = tiny_folders["qwen2"]
-    assert save(Checkpoints(tmp_path / "copied", keep=1), folder, 3, override)
+    assert save(Checkpoints(tmp_path / "copied"), folder, 3, override)
     monkeypatch.setattr(files, "memory", lambda: (0, 0))
-    assert save(Checkpoints(tmp_path / "live", keep=1), folder, 3, override)
+    assert save(Checkpoints(tmp_path / "live"), folder, 3, override)
     copied, live = (
         json.loads((tmp_path / name / "step-000003" / "checksums.json").read_text()) for name in ("copied", "live")
     )
@@ -80,10 +80,10 @@ def kibibytes(key):
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(key)).split()[1])
 
-checkpoints = Checkpoints(made / "checkpoints", keep=1)
+checkpoints = Checkpoints(made / "checkpoints")
 Path("/proc/self/clear_refs").write_text("5")  # reset the recorded peak
 before = kibibytes("VmRSS")
-checkpoints.save(checkpoint_state(3), config=config, team=team, tokenizer=tokenizer)
+checkpoints.save(checkpoint_state(3), config, team, tokenizer)
 assert checkpoints.wait()
 print((kibibytes("VmHWM") - before) * 1024 / states)
 """

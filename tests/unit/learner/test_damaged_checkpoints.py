@@ -46,7 +46,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, tiny_folders: dict[str, Path
     """Two checkpoints, to be copied."""
     folder = tmp_path_factory.mktemp("saved")
     for version in (1, 2):
-        save(Checkpoints(folder, keep=2), tiny_folders["qwen2"], version)
+        save(Checkpoints(folder), tiny_folders["qwen2"], version)
     return folder
 
 
@@ -78,7 +78,7 @@ def reseal(checkpoint: Path) -> None:
 
 def resume(folder: Path, rank: LearnerRank) -> tuple[str, LearnerState]:
     """Resume as a learner does; return the checkpoint's name and the state."""
-    newest = Checkpoints(folder, keep=2).load_newest()
+    newest = Checkpoints(folder).load_newest()
     assert newest is not None
     path, state = newest
     rank.load(path / "shards", num_optimizer_steps=state.num_optimizer_steps)
@@ -138,7 +138,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_read(
         for _ in range(4):
             damage(fresh(saved, folder) / name, chance)
             caplog.clear()
-            newest = Checkpoints(folder, keep=2).load_newest()
+            newest = Checkpoints(folder).load_newest()
             assert newest is not None
             assert (newest[0].name, newest[1].policy_version) == ("step-000001", 1), name
             (line,) = [record.getMessage() for record in caplog.records if "is damaged" in record.getMessage()]
@@ -271,7 +271,7 @@ def test_numbers_that_no_learner_counts_are_refused(
     change(state)
     (checkpoint / "state.msgpack").write_bytes(msgspec.msgpack.encode(state))
     reseal(checkpoint)
-    newest = Checkpoints(folder, keep=2).load_newest()
+    newest = Checkpoints(folder).load_newest()
     assert newest is not None
     assert newest[0].name == "step-000001"
     (line,) = [record.getMessage() for record in caplog.records if "is damaged" in record.getMessage()]
@@ -287,7 +287,7 @@ def test_a_returned_prompt_that_does_not_exist_is_refused_at_once(
     state["stream"]["returned"] = returned
     (checkpoint / "state.msgpack").write_bytes(msgspec.msgpack.encode(state))
     reseal(checkpoint)
-    newest = Checkpoints(folder, keep=2).load_newest()
+    newest = Checkpoints(folder).load_newest()
     assert newest is not None
     if newest[0] == checkpoint:
         with pytest.raises(DataError, match="expected items 0 to 8, got"):
@@ -336,7 +336,7 @@ def test_a_file_that_claims_much_takes_no_memory(saved: Path, folder: Path, name
 
     Path("/proc/self/clear_refs").write_text("5")  # reset the recorded peak
     before = kibibytes("VmRSS")
-    newest = Checkpoints(folder, keep=2).load_newest()
+    newest = Checkpoints(folder).load_newest()
     assert kibibytes("VmHWM") - before < 32 * 1024
     assert newest is not None
     assert newest[0].name == "step-000001"
@@ -345,7 +345,7 @@ def test_a_file_that_claims_much_takes_no_memory(saved: Path, folder: Path, name
 def test_the_files_of_a_checkpoint_have_the_mode_of_the_umask(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
     before = os.umask(0o027)
     try:
-        checkpoint = save(Checkpoints(tmp_path, keep=2), tiny_folders["qwen2"], 1)
+        checkpoint = save(Checkpoints(tmp_path), tiny_folders["qwen2"], 1)
     finally:
         os.umask(before)
     assert checkpoint is not None

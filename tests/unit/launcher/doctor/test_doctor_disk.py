@@ -76,9 +76,14 @@ def test_room_for_a_single_checkpoint_is_unsure(huge_model: Path, monkeypatch: p
     """Of some 16 bytes a parameter; two segments of 4 bytes fit, and three do not."""
     huge = f"model.path={huge_model}"
     monkeypatch.setattr("shutil.disk_usage", _usage(30 * HUGE))
-    assert (
-        "checkpoint.keep=2 of them and the next need" in only(check_free_disk, "unsure", huge, folder=huge_model).what
-    )
+    assert "the 3 to keep and the next need" in only(check_free_disk, "unsure", huge, folder=huge_model).what
+    for options, num_kept in (
+        (("checkpoint.keep_best=false",), 2),
+        (("data.eval=null", "evaluation.every_n_versions=0"), 2),
+        (("checkpoint.keep_every_n_steps=10", "learner.num_train_steps=50"), 8),
+    ):
+        finding = only(check_free_disk, "unsure", huge, *options, folder=huge_model)
+        assert f"the {num_kept} to keep" in finding.what
     monkeypatch.setattr("shutil.disk_usage", _usage(10 * HUGE))
     assert "with a slow worker" in only(check_shared_memory, "unsure", huge).what
     monkeypatch.setattr("shutil.disk_usage", _usage(13 * HUGE))
