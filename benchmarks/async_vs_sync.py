@@ -27,9 +27,10 @@ def cases(quick: bool) -> Generator[Case]:
     cores = len(os.sched_getaffinity(0))
     half = max(1, cores // 2)
     num_steps = 2 if quick else 4
-    of_alone = half if quick else max((cores, half), key=lambda threads: _run(0, threads, 2))
-    contestants = {"eta_0": partial(_run, 0, of_alone, num_steps)}
-    contestants |= {f"eta_{eta}": partial(_run, eta, half, num_steps) for eta in ((1,) if quick else (1, 4))}
+    of_alone = half if quick else max((cores, half), key=lambda threads: trained_tokens_per_s(0, threads, 2))
+    contestants = {"eta_0": partial(trained_tokens_per_s, 0, of_alone, num_steps)}
+    for eta in (1,) if quick else (1, 4):
+        contestants[f"eta_{eta}"] = partial(trained_tokens_per_s, eta, half, num_steps)
     ratios = [(name, "eta_0") for name in contestants if name != "eta_0"]
     facts = {"threads_of_eta_0": of_alone, "threads_of_others": half, "steps": num_steps}
     rounds = 2 if quick else LEAST_ROUNDS
@@ -38,7 +39,8 @@ def cases(quick: bool) -> Generator[Case]:
     )
 
 
-def _run(max_staleness: int, threads: int, num_steps: int) -> float:
+def trained_tokens_per_s(max_staleness: int, threads: int, num_steps: int, *overrides: str) -> float:
+    """Run the quickstart's load on these threads each; return the speed of `num_steps` steps after the first."""
     with tempfile.TemporaryDirectory() as base:
         folder = Path(base) / "run"
         subprocess.run(
@@ -55,6 +57,7 @@ def _run(max_staleness: int, threads: int, num_steps: int) -> float:
                 "data.eval=null",
                 "checkpoint.every_n_steps=0",
                 "telemetry.progress=false",
+                *overrides,
             ],
             check=True,
             stdout=subprocess.DEVNULL,
