@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
+from datetime import UTC, datetime
 from typing import TextIO, cast
 
 
@@ -16,6 +18,37 @@ def open_missing_streams() -> None:
     sys.stdin = _opened(0, sys.stdin, "r")
     sys.stdout = _opened(1, sys.stdout, "w")
     sys.stderr = _opened(2, sys.stderr, "w")
+
+
+def stamp_lines() -> None:
+    """Begin each line on standard output and standard error with the time, for the output file of a batch job."""
+    sys.stdout = cast("TextIO", _StampedLines(sys.stdout))
+    sys.stderr = cast("TextIO", _StampedLines(sys.stderr))
+
+
+class _StampedLines(io.TextIOBase):
+    """A stream before another; the time is that of the first character of a line."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._begins_line = stream, True
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def write(self, text: str) -> int:
+        stamped = []
+        for line in text.splitlines(keepends=True):
+            stamped.append(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {line}" if self._begins_line else line)
+            self._begins_line = line.endswith("\n")
+        self._stream.write("".join(stamped))
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
 
 
 def _opened(descriptor: int, stream: TextIO | None, mode: str) -> TextIO:

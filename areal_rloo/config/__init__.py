@@ -34,13 +34,14 @@ from areal_rloo.config.data import (
 from areal_rloo.config.imports import ENTRY, import_entry, import_function, import_named
 from areal_rloo.config.launcher import LauncherConfig
 from areal_rloo.config.learner import MOST_BETA, LearnerConfig, LoraConfig, OptimizerConfig
-from areal_rloo.config.load import check_unique, dump_config, load_config
+from areal_rloo.config.load import check_run, check_unique, dump_config, load_config
 from areal_rloo.config.presets import PRESETS
 from areal_rloo.config.rollout import EmbeddedConfig, EpisodeConfig, RolloutConfig, SamplingConfig
 from areal_rloo.config.schema import (
     CheckpointConfig,
     Config,
     ModelConfig,
+    TelemetryConfig,
     TinyModelConfig,
     WarmStartConfig,
     WeightsConfig,
@@ -80,11 +81,13 @@ __all__ = [
     "SamplingConfig",
     "ServerConfig",
     "SourceConfig",
+    "TelemetryConfig",
     "TinyModelConfig",
     "WarmStartConfig",
     "WeightsConfig",
     "WireConfig",
     "argument_name",
+    "check_run",
     "check_unique",
     "dump_config",
     "import_entry",

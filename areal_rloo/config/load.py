@@ -19,7 +19,7 @@ from areal_rloo.config.presets import expand, forget
 from areal_rloo.config.reading import MOST_BYTES, MOST_KEY, Parsed, parse
 from areal_rloo.config.schema import Config
 from areal_rloo.config.typed import auto_keys, typed
-from areal_rloo.errors import ConfigError, shown
+from areal_rloo.errors import ConfigError, DataError, shown
 
 _MOST_PARTS = 16  # of the key of an override
 
@@ -151,3 +151,9 @@ def _apply(tree: dict[str, Any], keys: tuple[str, ...], value: Any, override: st
         node = node[at]
         if not isinstance(node, dict | list):
             raise ConfigError(f"override '{shown(override)}': '{shown(place)}' is a value, not a section")
+
+
+def check_run(folder: Path) -> None:
+    """Raise DataError if a folder holds no run."""
+    if not (folder / "config.yaml").is_file():
+        raise DataError(f"{folder}: no run here (config.yaml is missing); expected a run folder such as runs/latest")

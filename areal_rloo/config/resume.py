@@ -201,6 +201,7 @@ _RULES: dict[str, Rule] = {
     **_exact("evaluation", "every_n_versions"),
     **_allowed("evaluation", "max_new_tokens", _EVALUATED),
     **_exact("telemetry", "metrics_port metrics_host targets_folder log_level progress trajectories_per_step"),
+    **_exact("telemetry", "most_trajectories_bytes"),
     **_exact("telemetry", "trackers tracker_names trace"),
     **_allowed("launcher", "num_hosts cores_per_host gpus_per_host", _ROUNDING),  # as the numbers of threads and GPUs
     **_exact("launcher", "memory_per_host memory_per_gpu max_restarts max_learner_restarts"),

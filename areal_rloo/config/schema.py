@@ -142,6 +142,7 @@ class TelemetryConfig(Section, frozen=True):
     progress: bool = True
     # Recorded in trajectories.jsonl (about 25 bytes a token), besides the last 256 dropped trajectories. 0: no record.
     trajectories_per_step: Natural = 16
+    most_trajectories_bytes: PositiveInt = 2**29  # a longer trajectories.jsonl loses every second of the older steps
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()  # also get all numbers
     tracker_names: Literal["areal_rloo", "trl", "verl"] = "areal_rloo"  # some numbers also by another system's names
     # Each process records all work with times in traces/, a kilobyte a sample; the report makes a file for Perfetto.

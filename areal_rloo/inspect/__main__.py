@@ -17,6 +17,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from areal_rloo.config import check_run
 from areal_rloo.errors import DataError, UserError
 from areal_rloo.inspect import select
 from areal_rloo.inspect.shown import visible_line
@@ -156,6 +157,7 @@ def parse_arguments(arguments: Sequence[str]) -> Options:
     """
     asked = _parser().parse_args(_joined(arguments), namespace=Options())
     if asked.life is not None:
+        check_run(asked.run_folder)
         return asked
     if asked.limit is None:
         asked.limit = 0 if asked.summary else _MOST
@@ -169,8 +171,7 @@ def parse_arguments(arguments: Sequence[str]) -> Options:
 
 
 def _trajectories_of(folder: Path) -> Path:
-    if not (folder / "config.yaml").is_file():
-        raise DataError(f"{folder}: no run here (config.yaml is missing); expected a run folder such as runs/latest")
+    check_run(folder)
     path = folder / FILE_NAME
     if not path.is_file():
         raise DataError(

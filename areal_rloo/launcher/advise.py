@@ -16,8 +16,8 @@ from pathlib import Path
 from areal_rloo.advice.calibration import Load, calibrated, merged, setup_of
 from areal_rloo.advice.forecast import best_setup, bottleneck, forecast, splits
 from areal_rloo.advice.simulation import Setup
-from areal_rloo.config import Config, check_unique, load_config
-from areal_rloo.errors import ConfigError, PreflightError
+from areal_rloo.config import Config, check_run, check_unique, load_config
+from areal_rloo.errors import ConfigError
 from areal_rloo.launcher.start import Parser, run_main
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
@@ -78,11 +78,7 @@ def _read(folder: Path, config: Config) -> tuple[list[Record], Config]:
     Raises:
         UserError: there is no run, or the config has another model or task.
     """
-    if not (folder / "config.yaml").is_file():
-        raise PreflightError(
-            f"{folder}: no run here; expected a run folder with some train steps: start the config with "
-            "learner.num_train_steps=6, and name its folder with --from"
-        )
+    check_run(folder)
     of_run = load_config(str(folder / "config.yaml"))
     for key in _SAME:
         asked, measured = attrgetter(key)(config), attrgetter(key)(of_run)

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from areal_rloo.config import load_config
+from areal_rloo.config import check_run, load_config
 from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.fleet import Wish, ask, check_number, is_asked, read_answer
 from areal_rloo.launcher.start import Parser, run_main
@@ -33,8 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--workers", type=int, required=True, metavar="N", help="the number of rollout workers")
     options = parser.parse_args(arguments)
     folder = options.run_folder.resolve()
-    if not (folder / "config.yaml").is_file():
-        raise PreflightError(f"{folder}: no run here; expected a run folder such as runs/latest")
+    check_run(folder)
     check_number(options.workers, load_config(str(folder / "config.yaml")))
     if not is_in_use(folder, "launcher"):
         raise PreflightError(f"{folder}: no launcher runs here; start it with --resume rollout.num_workers=N")

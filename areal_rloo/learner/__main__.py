@@ -315,7 +315,7 @@ def _reporter(
 def _recorder(config: Config, folder: Path, tokenizer: PreTrainedTokenizerBase, policy_version: int) -> Recorder:
     """Remove the records after the checkpoint from trajectories.jsonl, and open the file."""
     cut_records(folder / FILE_NAME, policy_version - 1)  # records carry the version before their step
-    return Recorder(folder / FILE_NAME, tokenizer, trajectories_per_step=config.telemetry.trajectories_per_step)
+    return Recorder(folder / FILE_NAME, tokenizer, config.telemetry)
 
 
 def _batches(config: Config, arguments: Arguments, policy_version: int) -> BatchRecorder | None:

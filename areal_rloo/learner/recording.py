@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_rloo.config import TelemetryConfig
 from areal_rloo.intake.ledger import Drop
 from areal_rloo.learner.advantages import Advantages, Masks
 from areal_rloo.telemetry.logs import get_logger
@@ -28,10 +29,10 @@ _NOTHING = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0
 class Recorder:
     """Chooses trajectories and appends their records to the file."""
 
-    def __init__(self, path: Path, tokenizer: Any, *, trajectories_per_step: int) -> None:
+    def __init__(self, path: Path, tokenizer: Any, config: TelemetryConfig) -> None:
         """`trajectories_per_step`: about how many of a batch; 0 writes nothing, and no dropped samples either."""
-        self._num_wanted = trajectories_per_step
-        self._file = TrajectoryFile(path) if trajectories_per_step else None
+        self._num_wanted = config.trajectories_per_step
+        self._file = TrajectoryFile(path, most_bytes=config.most_trajectories_bytes) if self._num_wanted else None
         self._tokenizer = tokenizer
         self._pieces: dict[int, str] = {}
         self._num_lost = 0

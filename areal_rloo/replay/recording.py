@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_rloo.config import check_run
 from areal_rloo.config.reading import parse
 from areal_rloo.errors import DataError
 from areal_rloo.learner.batches import Start, list_batches, list_starts, read_start
@@ -50,8 +51,7 @@ def read_recording(folder: Path) -> Recording:
     Raises:
         DataError: the folder holds no run, or the run recorded no batches.
     """
-    if not (folder / "config.yaml").is_file():
-        raise DataError(f"{folder}: no run here (config.yaml is missing); expected a run folder such as runs/latest")
+    check_run(folder)
     batches = batches_of(folder)
     recording = Recording(
         folder,

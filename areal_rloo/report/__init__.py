@@ -2,10 +2,13 @@
 
 In: config.yaml, configs/, metrics.jsonl and, after the end of the run, summary.json. Out: HTML with charts as SVG,
 light and dark, without scripts and without anything to load. A run with recorded trajectories gets a second page
-(`areal_rloo.inspect.page`), and a run with traces a file for Perfetto (`areal_rloo.trace`). Works on a run in progress.
+(`areal_rloo.inspect.page`), and a run with traces a file for Perfetto (`areal_rloo.trace`). Works on a run
+in progress. Several run folders give comparison.html.
 
 - `__main__` is the command.
 - `page` writes the page: facts, charts, ledger, config.
+- `comparison` writes the page of several runs: settings, and intervals over seeds.
+- `curves` turns records into curves, and has the style of both pages.
 - `charts` draws a chart as SVG.
 - `dashboards` writes the Grafana dashboards.
 - `metrics_page` writes docs/metrics.md, the reference of all metrics.

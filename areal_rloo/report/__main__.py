@@ -1,4 +1,4 @@
-"""The command line of the report: a run folder in, the path of the page out."""
+"""The command line of the report: run folders in, the path of the page out."""
 
 from __future__ import annotations
 
@@ -6,18 +6,32 @@ import argparse
 import sys
 from pathlib import Path
 
-from areal_rloo.errors import UserError
+from areal_rloo.errors import DataError, UserError
 from areal_rloo.report import write_report
+from areal_rloo.report.comparison import write_comparison
 from areal_rloo.standard_streams import open_missing_streams
+from areal_rloo.telemetry.trace import FOLDER_NAME
+from areal_rloo.trace.perfetto import write_perfetto
 
 
 def main() -> int:
-    """Write the report of the folder on the command line."""
+    """Write the report of a run folder, or the comparison of several."""
     open_missing_streams()
-    parser = argparse.ArgumentParser(prog="python -m areal_rloo.report", description="Draw a run as one HTML page.")
-    parser.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="such as runs/latest")
+    parser = argparse.ArgumentParser(prog="python -m areal_rloo.report", description="Draw runs as one HTML page.")
+    parser.add_argument("run_folders", type=Path, nargs="+", metavar="RUN_FOLDER", help="such as runs/latest")
+    parser.add_argument("--output", type=Path, help="of several runs; default: comparison.html beside the first run")
+    arguments = parser.parse_args()
+    first, *others = arguments.run_folders
     try:
-        print(write_report(parser.parse_args().run_folder))  # noqa: T201 - users read this line
+        if others:
+            target = arguments.output or first.resolve().parent / "comparison.html"
+            print(write_comparison(arguments.run_folders, target))  # noqa: T201 - users read this line
+        elif arguments.output is not None:
+            raise DataError("--output: expected several run folders; the report of one is in the folder of the run")
+        else:
+            print(write_report(first))  # noqa: T201
+            if (first / FOLDER_NAME).is_dir():
+                print(write_perfetto(first))  # noqa: T201
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2

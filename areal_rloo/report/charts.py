@@ -1,16 +1,26 @@
-"""Draw charts as SVG text: names and numbers in, a section of the page out. Colors are CSS variables of the page."""
+"""Draw charts as SVG text: names and numbers in, a section of the page out. Colors are CSS variables of the page.
+
+A curve has at most 200 points, so the page of a long run stays small: a longer curve becomes means of equal
+parts, with a band from the lowest to the highest. From 40 points on, a smoothed line lies over the points. The axis is
+logarithmic if a few large values would press all others to the ground.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean, median
 
 from areal_rloo.inspect.shown import NUM_COLORS, number
 
 _WIDTH, _HEIGHT = 420, 220
 _MOST = 1e100
+_MOST_POINTS, _SMOOTHED_FROM = 200, 40
+_SMOOTHING = 20  # the smoothed line averages over about this part of the points
+_SQUASHED, _MOST_RANGE = 50.0, 1e8  # times the median, and at most times the least: then the axis is logarithmic
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 10, 12, 26
 
 Point = tuple[float, float]
@@ -33,12 +43,15 @@ class _Frame:
     x_high: float
     y_ticks: Sequence[float]
     x_ticks: Sequence[float]
+    logarithmic: bool = False  # then all heights are above 0
 
     def across(self, x: float) -> float:
         return round(_LEFT + (x - self.x_low) / (self.x_high - self.x_low) * (_WIDTH - _LEFT - _RIGHT), 1)
 
     def down(self, y: float) -> float:
         low, high = self.y_ticks[0], self.y_ticks[-1]
+        if self.logarithmic:
+            low, high, y = math.log10(low), math.log10(high), math.log10(y)
         return round(_HEIGHT - _BOTTOM - (y - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM), 1)
 
     def grid(self) -> list[str]:
@@ -53,20 +66,24 @@ class _Frame:
 
 def line_chart(title: str, curves: Sequence[Curve], *, hint: str = "", dots: bool = False, share: bool = False) -> str:
     """Draw lines over a common axis, each point with the value as a tooltip; `share` fixes the axis to 0 .. 1."""
-    curves = [_without_missing(curve) for curve in curves]
+    curves = [_shorter(_without_missing(curve)) for curve in curves]
     points = [point for curve in curves for point in curve.points]
     if not points:
         return _section(title, hint, [], [])
     heights = [y for _, y in points] + [edge for curve in curves for pair in curve.band for edge in pair]
     frame = _frame([x for x, _ in points], [0.0, 1.0] if share else heights)
+    if frame.logarithmic:
+        hint = f"{hint}; log axis" if hint else "log axis"
     parts = frame.grid()
     for index, curve in enumerate(curves):
         if curve.band:
             xs = [x for x, _ in curve.points]
             lows, highs = zip(*curve.band, strict=True)
             parts.append(_area(frame, xs, lows, highs, index, 0.18))
-        line = " ".join(f"{frame.across(x)},{frame.down(y)}" for x, y in curve.points)
-        parts.append(f"<polyline points='{line}' class='line c{index % NUM_COLORS}' />")
+        smooth = not dots and len(curve.points) >= _SMOOTHED_FROM
+        parts.append(_line(frame, curve.points, index, opacity=0.35 if smooth else 1.0))
+        if smooth:
+            parts.append(_line(frame, smoothed(curve.points), index))
         parts += _marks(frame, curve, index, visible=dots or len(curve.points) == 1)
     return _section(title, hint, parts, curves)
 
@@ -75,6 +92,7 @@ def stacked_chart(title: str, curves: Sequence[Curve]) -> str:
     """Draw shares that add up to 1 as areas on top of each other; all curves have the same x values."""
     if not curves or not curves[0].points:
         return _section(title, "", [], [])
+    curves = [dataclasses.replace(_shorter(curve), band=()) for curve in curves]
     xs = [x for x, _ in curves[0].points]
     frame = _frame(xs, [0.0, 1.0])
     parts = frame.grid()
@@ -86,6 +104,36 @@ def stacked_chart(title: str, curves: Sequence[Curve]) -> str:
         parts += _marks(frame, Curve(curve.name, middle), index, visible=False, values=[y for _, y in curve.points])
         floor = ceiling
     return _section(title, "", parts, curves)
+
+
+def smoothed(points: Sequence[Point]) -> list[Point]:
+    """Return the exponential moving average of the heights, corrected for the missing past at the beginning."""
+    keep = math.exp(-_SMOOTHING / len(points))
+    total = weight = 0.0
+    line = []
+    for x, y in points:
+        total, weight = keep * total + y, keep * weight + 1.0
+        line.append((x, total / weight))
+    return line
+
+
+def _shorter(curve: Curve) -> Curve:
+    """Replace the points of a long curve by means of equal parts, with a band from the lowest to the highest."""
+    if len(curve.points) <= _MOST_POINTS:
+        return curve
+    points, band = [], []
+    for part in range(_MOST_POINTS):
+        here = slice(part * len(curve.points) // _MOST_POINTS, (part + 1) * len(curve.points) // _MOST_POINTS)
+        xs, ys = zip(*curve.points[here], strict=True)
+        edges = curve.band[here] or [(min(ys), max(ys))]
+        points.append((xs[len(xs) // 2], fmean(ys)))
+        band.append((min(low for low, _ in edges), max(high for _, high in edges)))
+    return Curve(curve.name, points, band)
+
+
+def _line(frame: _Frame, points: Sequence[Point], index: int, *, opacity: float = 1.0) -> str:
+    line = " ".join(f"{frame.across(x)},{frame.down(y)}" for x, y in points)
+    return f"<polyline points='{line}' class='line c{index % NUM_COLORS}' opacity={opacity} />"
 
 
 def _marks(
@@ -133,6 +181,9 @@ def _frame(xs: Sequence[float], ys: Sequence[float]) -> _Frame:
     if x_low == x_high:
         x_low, x_high = x_low - 1, x_high + 1
     inside = [x for x in ticks(x_low, x_high, 6, whole=True) if x_low <= x <= x_high]
+    if max(ys) / _MOST_RANGE < min(ys) and max(ys) > _SQUASHED * median(ys):
+        powers = range(math.floor(math.log10(min(ys))), math.ceil(math.log10(max(ys)) + 1e-9) + 1)
+        return _Frame(x_low, x_high, [10.0**power for power in powers], inside, logarithmic=True)
     return _Frame(x_low, x_high, ticks(min(ys), max(ys), 5), inside)
 
 

@@ -14,60 +14,38 @@ from typing import Any
 import msgspec
 
 from areal_rloo.advice.forecast import bottleneck_of_run
-from areal_rloo.config import load_config
+from areal_rloo.config import check_run, load_config
 from areal_rloo.errors import ConfigError, DataError
 from areal_rloo.files import read_regular, write_atomically
 from areal_rloo.inspect.page import PAGE_NAME, write_page
-from areal_rloo.inspect.shown import NUM_COLORS, document
+from areal_rloo.inspect.shown import document
 from areal_rloo.learner.checkpoint_folder import folder_of, standing
 from areal_rloo.learner.stretches import Stretch, breaks_of, read_stretches
 from areal_rloo.report.charts import Curve, line_chart, stacked_chart
+from areal_rloo.report.curves import STYLE, by_set, drawn, points
 from areal_rloo.telemetry.health import Health
-from areal_rloo.telemetry.metric import Declared, Measured, declared_metrics, healthy_range
+from areal_rloo.telemetry.metric import Declared, declared_metrics, healthy_range
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 from areal_rloo.telemetry.trace import FOLDER_NAME
 from areal_rloo.telemetry.trajectories import FILE_NAME, read_trajectories
-from areal_rloo.trace.perfetto import FILE_NAME as TRACE_NAME
 from areal_rloo.trace.perfetto import write_perfetto
 
-_STYLE = """
-.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(185px, 1fr)); gap: .7rem; margin: 1.2rem 0; }
-.facts div { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .6rem .8rem; }
-.facts b { display: block; font-size: 1.25rem; font-weight: 600; font-variant-numeric: tabular-nums; }
-.facts span { font-size: .82rem; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 390px), 1fr)); gap: .8rem; }
-svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft); font-size: 11px; }
-.grid { stroke: var(--line); stroke-width: .6; } .line { fill: none; stroke-width: 1.7; stroke-linejoin: round; }
-.unseen { fill: transparent; } circle:hover { fill: var(--ink); opacity: .5; }
-.keys { font-size: .8rem; } .keys span { margin-right: .9rem; white-space: nowrap; }
-.key { display: inline-block; width: .7rem; height: .7rem; border-radius: 2px; margin-right: .35rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-td { padding: .15rem 1.6rem .15rem 0; } td + td { text-align: right; padding-right: 0; }
-.below { display: grid; gap: .8rem; margin: .8rem 0; }
-"""
-_COLORS = "\n".join(
-    f".line.c{n} {{ stroke: var(--c{n}) }} .area.c{n}, .dot.c{n} {{ fill: var(--c{n}) }} "
-    f".key.c{n} {{ background: var(--c{n}) }}"
-    for n in range(NUM_COLORS)
-)
+_MOST_TRACE_BYTES = 2**26  # some ten seconds
 
 
 def write_report(folder: Path) -> Path:
-    """Write report.html into a run folder; give its path. Also trajectories.html and trace.json.gz, if there are any.
+    """Write report.html into a run folder, and trajectories.html if there are any; give the path of the report.
 
     Raises:
         DataError: the folder holds no run, or its files cannot be read or written.
     """
-    if not (folder / "config.yaml").is_file():
-        raise DataError(f"{folder}: no run here (there is no config.yaml); expected a run folder such as runs/latest")
+    check_run(folder)
     target = folder / "report.html"
     try:
         write_atomically(target, _page(folder).encode())
         if (folder / FILE_NAME).is_file():
             write_page(folder, read_trajectories(folder / FILE_NAME))
-        if (folder / FOLDER_NAME).is_dir():
-            write_perfetto(folder)
     except DataError:
         raise
     except Exception as error:  # numbers that no learner writes: in damaged files, they reach every line of a page
@@ -76,16 +54,23 @@ def write_report(folder: Path) -> Path:
 
 
 def pages_in(folder: Path) -> list[str]:
-    """Write the report of a run, and say where it is, and how to look at trajectories and trace.
+    """Write report and trace of a run, and say where they are, and how to look at trajectories.
 
-    Raises DataError as `write_report` does.
+    A long trace would hold up the end of the run, so only a command writes it. Raises DataError as `write_report` does.
     """
     words = [f"report: {write_report(folder)}"]
     if (folder / FILE_NAME).is_file():
         command = [sys.executable, "-m", "areal_rloo.inspect", str(folder), "--limit", "3"]
         words.append(f"trajectories: {shlex.join(command)}")
-    if (folder / FOLDER_NAME).is_dir():
-        words.append(f"trace: {folder / TRACE_NAME}, for https://ui.perfetto.dev, which reads it in the browser alone")
+    num_bytes = sum(path.stat().st_size for path in (folder / FOLDER_NAME).glob("*"))
+    if num_bytes > _MOST_TRACE_BYTES:
+        command = [sys.executable, "-m", "areal_rloo.report", str(folder)]
+        words.append(f"trace: {num_bytes:,} bytes; for Perfetto: {shlex.join(command)}")
+    elif num_bytes:
+        try:
+            words.append(f"trace: {write_perfetto(folder)}, for https://ui.perfetto.dev, which keeps it in the browser")
+        except DataError as error:
+            words.append(f"no trace: {error}")
     return words
 
 
@@ -158,13 +143,13 @@ def _page(folder: Path) -> str:
             f"{_stretches(read_stretches(folder))}</div>",
         ]
     )
-    return document(title, body, style=_STYLE + _COLORS)
+    return document(title, body, style=STYLE)
 
 
 def _facts(train: Sequence[TrainRecord], evaluations: Sequence[EvalRecord], summary: Any | None) -> str:
     facts: list[tuple[str, str]] = []
-    for name, records in _by_set(evaluations).items():
-        title = "held-out accuracy" + (f", {html.escape(name)}" if len(_by_set(evaluations)) > 1 else "")
+    for name, records in by_set(evaluations).items():
+        title = "held-out accuracy" + (f", {html.escape(name)}" if len(by_set(evaluations)) > 1 else "")
         facts.append((title, f"{records[0].accuracy:.3f} → {records[-1].accuracy:.3f}"))
         if records[-1].num_samples > 1:
             samples = f"pass@{records[-1].num_samples}, {html.escape(name)}"
@@ -192,7 +177,7 @@ def _facts(train: Sequence[TrainRecord], evaluations: Sequence[EvalRecord], summ
 
 def _charts(train: Sequence[TrainRecord], evaluations: Sequence[EvalRecord]) -> list[str]:
     """Draw the evaluations, the reward, and every other chart that the fields of TrainRecord declare."""
-    reward = _points(train, "reward_mean")
+    reward = points(train, "reward_mean")
     band = [(record.reward_mean - record.reward_std, record.reward_mean + record.reward_std) for record in train]
     values = sorted({value for record in train for value in record.staleness_tokens})
     sums = [(record, sum(record.staleness_tokens.values())) for record in train]
@@ -211,25 +196,25 @@ def _charts(train: Sequence[TrainRecord], evaluations: Sequence[EvalRecord]) -> 
 def _evaluation_charts(evaluations: Sequence[EvalRecord]) -> list[str]:
     several = any(record.num_samples > 1 for record in evaluations)
     charts = []
-    for declared in _drawn(EvalRecord)[: None if several else 1]:
-        curves = [Curve(name, _points(records, declared.field)) for name, records in _by_set(evaluations).items()]
+    for declared in drawn(EvalRecord)[: None if several else 1]:
+        curves = [Curve(name, points(records, declared.field)) for name, records in by_set(evaluations).items()]
         charts.append(_line_chart(declared, curves, dots=True))
     return charts
 
 
 def _declared_charts(train: Sequence[TrainRecord]) -> list[str]:
     """Draw metrics with the same chart as curves in one plane, in the order of the fields."""
-    drawn = _drawn(TrainRecord)
+    declared_charts = drawn(TrainRecord)
     charts = []
-    for title in dict.fromkeys(declared.metric.chart for declared in drawn):
-        group = [declared for declared in drawn if declared.metric.chart == title]
+    for title in dict.fromkeys(declared.metric.chart for declared in declared_charts):
+        group = [declared for declared in declared_charts if declared.metric.chart == title]
         if group[0].metric.label is None:
             curves = [
-                Curve(declared.metric.curve or declared.field.replace("_", " "), _points(train, declared.field))
+                Curve(declared.metric.curve or declared.field.replace("_", " "), points(train, declared.field))
                 for declared in group
             ]
         else:
-            by_name = _points(train, group[0].field)
+            by_name = points(train, group[0].field)
             names = sorted({name for _, numbers in by_name for name in numbers})
             curves = [
                 Curve(name, [(version, numbers[name]) for version, numbers in by_name if name in numbers])
@@ -239,14 +224,6 @@ def _declared_charts(train: Sequence[TrainRecord]) -> list[str]:
                 continue
         charts.append(_line_chart(group[0], curves))
     return charts
-
-
-def _points(records: Sequence[TrainRecord | EvalRecord], field: str) -> list[tuple[int, Any]]:
-    return [(record.policy_version, getattr(record, field)) for record in records]
-
-
-def _drawn(struct: type[Measured]) -> list[Declared]:
-    return [declared for declared in declared_metrics(struct) if declared.metric.chart is not None]
 
 
 def _line_chart(declared: Declared, curves: Sequence[Curve], *, dots: bool = False) -> str:
@@ -265,14 +242,6 @@ def _newest_numbers(train: Sequence[TrainRecord]) -> str:
             value = f"{number:,.4g} {declared.metric.unit}" if math.isfinite(number) else "-"
             rows.append(f"<tr><td>{declared.field}<td class=soft>{html.escape(declared.metric.help)}<td>{value}")
     return f"<details><summary>All numbers of the last step</summary><table>{''.join(rows)}</table></details>"
-
-
-def _by_set(evaluations: Sequence[EvalRecord]) -> dict[str, list[EvalRecord]]:
-    """Give the evaluations of each held-out set, in the order of versions."""
-    sets: dict[str, list[EvalRecord]] = {record.name: [] for record in evaluations}
-    for record in sorted(evaluations, key=lambda record: record.policy_version):
-        sets[record.name].append(record)
-    return sets
 
 
 def _ledger(train: Sequence[TrainRecord], summary: Any | None) -> str:

@@ -271,19 +271,15 @@ class SampleEngine:
         room = min(self.submitter.context_tokens - len(tokens), *integers("max_new_tokens", limits))
         if room < 1:
             raise EpisodeError("context_full", f"{len(tokens)} tokens leave no room for another")
-        turn, seed = self.num_turns, self.sampling.seed
+        turn, seed, least = self.num_turns, self.sampling.seed, min(self.sampling.min_new_tokens, room)
         self.num_turns += 1
-        sampling = msgspec.structs.replace(
-            self.sampling,
-            max_new_tokens=room,
-            min_new_tokens=min(self.sampling.min_new_tokens, room),
-            seed=None if seed is None else seed ^ (turn * _SEED_STEP),
-        )
+        seed = None if seed is None else seed ^ (turn * _SEED_STEP)
+        sampling = msgspec.structs.replace(self.sampling, max_new_tokens=room, min_new_tokens=least, seed=seed)
         name, ids = f"{self.name}/{turn}", integers("tokens", tokens)
         request = GenerationRequest(name, ids, sampling, min_version=self.min_version, pinned=self.pinned)
         with sample_span("generate", self.name, prompt_tokens=len(tokens)) as details:
             made = await self.journal.continued(request, partial(self.submitter.complete, self.journal.aborted))
-            details["tokens"], details["versions"] = len(made.tokens), sorted(set(made.versions.tolist()))
+            details["tokens"], details["last_version"] = len(made.tokens), made.versions[-1:].tolist()
         return made
 
 

@@ -11,7 +11,7 @@
 - `progress` prints the state of a run on the terminal.
 - `health` says when a run does not learn, from the records.
 - `bound` names the half of a run that bounds the throughput.
-- `trackers` pass the records on to TensorBoard, Weights & Biases, MLflow or trackio.
+- `trackers` pass the records on to trackers, in a process each; `tracker_libraries` has the libraries of the trackers.
 - `trace` records the work of a process, with times.
 - `words` bounds the labels of counts by words from outside.
 - `logs` sets up the logs of a process.

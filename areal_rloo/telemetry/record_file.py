@@ -44,6 +44,11 @@ class RecordFile:
             raise
         self._end += len(lines)
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole lines."""
+        return self._end
+
     def close(self) -> None:
         self._file.close()
 
@@ -96,6 +101,19 @@ def cut_records(path: Path, policy_version: int) -> None:
         ) from error
 
 
+def thin_records(path: Path) -> None:
+    """Remove every second version of the older three quarters, for a long run: the newest versions stay dense.
+
+    The first version stays. The kept records replace the file atomically; a reader goes on with the old file. Close the
+    writing end before, and open it after. Raises OSError if the disk refuses; the file is unchanged then.
+    """
+    with open_regular(path) as source:
+        versions = sorted({version for line in source if (version := _version_of(line)) is not None})
+    removed = set(versions[: len(versions) * 3 // 4][1::2])
+    with open_regular(path) as source, replacing(path) as target:
+        target.writelines(line for line in source if _version_of(line) not in removed)
+
+
 def _kept(path: Path, policy_version: int) -> tuple[int, bool]:
     """Give the end of the first run of kept records, and True if no kept record follows."""
     end, position = 0, 0
@@ -112,10 +130,16 @@ def _kept(path: Path, policy_version: int) -> tuple[int, bool]:
 def _is_kept(line: bytes, policy_version: int) -> bool:
     if not line.endswith(b"\n"):
         return False
+    version = _version_of(line)
+    return version is not None and version <= policy_version
+
+
+def _version_of(line: bytes) -> float | None:
+    """Read the version of a record; None if there is none."""
     try:
-        return from_json(line, _Beginning).policy_version <= policy_version
+        return from_json(line, _Beginning).policy_version
     except DecodeError:
-        return False
+        return None
 
 
 class _Beginning(msgspec.Struct):

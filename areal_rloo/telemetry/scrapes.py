@@ -1,7 +1,8 @@
-"""Serve the metrics of a process at /metrics, on a thread for each request.
+"""Serve the metrics of a process at /metrics, and the addresses of all processes of the run at /targets.
 
-Any user of the host can connect, and all connections share the process's descriptors with the run. So a connection has
-a time limit, and the oldest is ended if there are too many. A refused request is counted, and in no log.
+Each request has a thread. Any user of the host can connect, and all connections share the process's descriptors with
+the run. So a connection has a time limit, and the oldest is ended if there are too many. A refused request is counted,
+and in no log.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import math
 import shutil
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from socketserver import ThreadingMixIn
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import msgspec
@@ -25,7 +26,7 @@ from areal_rloo.telemetry.code_state import RunInfo, run_info
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.telemetry.metrics import watch
-from areal_rloo.telemetry.targets import Targets
+from areal_rloo.telemetry.targets import Group, Targets
 
 logger = get_logger(__name__)
 
@@ -58,18 +59,34 @@ def serve_process(registry: CollectorRegistry, config: Config, run_folder: Path,
     watch(registry, RunInfo, lambda: info)
     watch(registry, FolderStatistics, lambda: FolderStatistics(free_bytes=shutil.disk_usage(run_folder).free))
     ProcessCollector(registry=registry)
-    port, _ = serve_metrics(registry, port, address=config.telemetry.metrics_host)
-    logger.info("metrics on http://%s:%d/metrics", config.telemetry.metrics_host, port)
     targets = Targets(config, run_folder)
+    port, _ = serve_metrics(registry, port, address=config.telemetry.metrics_host, groups=targets.groups)
+    logger.info("metrics on http://%s:%d/metrics", config.telemetry.metrics_host, port)
     targets.add(process, port)
     return targets
 
 
-def serve_metrics(registry: CollectorRegistry, port: int, address: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
-    """Serve /metrics; give the port (0 asks for a free port) and a function to end the service."""
+def serve_metrics(
+    registry: CollectorRegistry,
+    port: int,
+    address: str = "127.0.0.1",
+    groups: Callable[[], Sequence[Group]] = tuple,
+) -> tuple[int, Callable[[], None]]:
+    """Serve /metrics, and `groups` at /targets for the `http_sd_configs` of Prometheus.
+
+    Gives the port (0 asks for a free port) and a function to end the service.
+    """
     server = _Server6((address, port), Handler) if ":" in address else _Server((address, port), Handler)
     watch(registry, ScrapeStatistics, server.statistics)
-    server.set_app(make_wsgi_app(registry))
+    metrics = make_wsgi_app(registry)
+
+    def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        if environ["PATH_INFO"] != "/targets":
+            return cast("Iterable[bytes]", metrics(environ, start))
+        start("200 OK", [("Content-Type", "application/json")])
+        return [msgspec.json.encode(groups())]
+
+    server.set_app(answer)
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
 

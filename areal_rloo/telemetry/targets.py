@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 _EVERYWHERE = ("0.0.0.0", "::")
 
 
-class _Group(msgspec.Struct):
+class Group(msgspec.Struct):
     """An entry of a file, in the form of Prometheus."""
 
     targets: list[str]
@@ -63,17 +63,18 @@ class Targets:
         except OSError as error:
             logger.warning("Prometheus does not find this process: %s; set telemetry.targets_folder", error)
 
-    def read(self) -> list[Target]:
-        """Read where the processes of the run serve their metrics, those that crashed included."""
-        found = []
+    def groups(self) -> list[Group]:
+        """Read the entries of all processes of the run, those that crashed included."""
+        found: list[Group] = []
         for path in () if self._folder is None else sorted(self._folder.glob(f"{_literal(self._prefix)}*.json")):
             with contextlib.suppress(OSError, DecodeError):  # it has ended since
-                groups = from_json(read_regular(path), list[_Group])
-                named = [group for group in groups if "process" in group.labels]
-                found += [
-                    Target(one.labels["process"], f"http://{target}/metrics") for one in named for target in one.targets
-                ]
+                found += from_json(read_regular(path), list[Group])
         return found
+
+    def read(self) -> list[Target]:
+        """Read where the processes of the run serve their metrics."""
+        named = [group for group in self.groups() if "process" in group.labels]
+        return [Target(one.labels["process"], f"http://{target}/metrics") for one in named for target in one.targets]
 
     def remove(self, process: str = "*") -> None:
         """Remove the file of a process that has ended well; by default those of all processes of the run."""

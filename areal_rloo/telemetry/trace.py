@@ -121,10 +121,10 @@ def is_on() -> bool:
 
 def record(track: str, name: str, began_s: float | None = None, **details: Detail) -> None:
     """Record a span that ends now; a moment without `began_s`, which is of `time.monotonic`."""
-    if _file is not None:
+    if (file := _file) is not None:  # another thread may end the trace
         now_s = time.monotonic()
         began_s = now_s if began_s is None else began_s
-        _file.add(Span(track, name, began_s, now_s - began_s, details))
+        file.add(Span(track, name, began_s, now_s - began_s, details))
 
 
 @contextmanager

@@ -7,10 +7,7 @@ the run nor another tracker notices. A tracker is imported only if `telemetry.tr
 from __future__ import annotations
 
 import argparse
-import hashlib
 import math
-import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,9 +15,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Protocol
-
-import msgspec
 
 from areal_rloo.config import Config, load_config
 from areal_rloo.parent_death import signal_on_parent_death
@@ -28,14 +22,16 @@ from areal_rloo.session_leader import SessionLeader
 from areal_rloo.telemetry.metric import declared_metrics
 from areal_rloo.telemetry.metrics import RecordTail
 from areal_rloo.telemetry.records import EvalRecord, Record
+from areal_rloo.telemetry.tracker_libraries import TRACKERS, Row
+from areal_rloo.telemetry.trajectories import FILE_NAME, TrajectoryRecord, TrajectoryTail
 from areal_rloo.waiting import wait_until
 
-_PROJECT = "areal_rloo"
 _CLOSE_S = 30.0  # for what is still to be written or sent
 _KILL_TIMEOUT_S = 10.0
 _LOOK_EVERY_S = 0.05
 _EVERY_S = 1.0
 _MOST_WORDS = 300
+_TABLE_EVERY, _MOST_ROWS, _MOST_CHARACTERS = 10, 8, 2000
 
 # Names of the same numbers in other systems, for their dashboards. {set} is an evaluation set.
 _TRL = {
@@ -75,16 +71,6 @@ _VERL = {
     "accuracy": "val-core/{set}/reward/mean@1",
 }
 _NAMES: Mapping[str, Mapping[str, str]] = {"areal_rloo": {}, "trl": _TRL, "verl": _VERL}
-
-
-class Tracker(Protocol):
-    """A place for the numbers of a run. The constructor may connect, and takes the config and the run folder."""
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Take the numbers of a train step or of an evaluation. A learner that went back gives a step again."""
-
-    def close(self) -> None:
-        """Write or send the rest."""
 
 
 class Trackers:
@@ -152,16 +138,63 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     folder = options.run_folder.resolve()
     config, tail = load_config(str(folder / "config.yaml")), RecordTail(folder / "metrics.jsonl")
+    tables = Tables(TrajectoryTail(folder / FILE_NAME, from_end=options.resume))
     if options.resume:
         tail.read()  # an earlier launcher's tracker has these
-    tracker = _TRACKERS[options.name](config, folder)
+    tracker = TRACKERS[options.name](config, folder)
     print(f"{options.name} gets the numbers of {folder}", flush=True)  # noqa: T201 - into the log
     is_last = False
     while not is_last:
         is_last = ended.wait(_EVERY_S)
         for record in tail.read():
             tracker.log(dict(numbers_of(record, names=config.telemetry.tracker_names)), record.policy_version)
+        for step, rows in tables.read(ends=is_last):
+            tracker.table(rows, step)
     tracker.close()
+
+
+class Tables:
+    """Chooses a few samples of every 10th step, and of the last."""
+
+    def __init__(self, tail: TrajectoryTail) -> None:
+        self._tail, self._given = tail, -_TABLE_EVERY
+        self._step, self._rows = -1, list[Row]()  # the newest step so far, perhaps without its last samples
+
+    def read(self, *, ends: bool) -> list[tuple[int, list[Row]]]:
+        """Give the complete tables, by step."""
+        tables = []
+        for record in self._tail.read():
+            step = record.policy_version + 1
+            if step != self._step:
+                if self._step >= self._given + _TABLE_EVERY:
+                    tables.append(self._take())
+                self._step, self._rows = step, []
+            if len(self._rows) < _MOST_ROWS:
+                self._rows.append(_row(record))
+        if ends and self._rows and self._step > self._given:
+            tables.append(self._take())
+        return tables
+
+    def _take(self) -> tuple[int, list[Row]]:
+        self._given = self._step
+        return self._step, self._rows
+
+
+def _row(record: TrajectoryRecord) -> Row:
+    return Row(
+        sample=record.name,
+        source=record.source,
+        prompt=_cut(record.prompt),
+        completion=_cut(record.completion),
+        reward=record.reward,
+        advantage=record.advantage,
+        staleness=record.staleness,
+        ends=record.dropped or record.finish_reason,
+    )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
 
 
 def numbers_of(record: Record, *, names: str) -> Iterator[tuple[str, float]]:
@@ -182,118 +215,6 @@ def numbers_of(record: Record, *, names: str) -> Iterator[tuple[str, float]]:
                 yield f"{group}/{'/'.join(declared.path)}{suffix}", float(number)
         if declared.field in known and math.isfinite(value):
             yield known[declared.field].format(set=of_set), float(value)
-
-
-class _TensorBoard:
-    """Event files in the folder `tensorboard` of the run folder: `tensorboard --logdir runs`."""
-
-    def __init__(self, config: Config, folder: Path) -> None:
-        from tensorboard.summary import Writer  # noqa: PLC0415 - an extra
-
-        self._writer = Writer(str(folder / "tensorboard"))
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        for name, number in numbers.items():
-            self._writer.add_scalar(name, number, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    """A run of Weights & Biases; a resume goes on with it. WANDB_MODE=offline keeps the numbers in the run folder."""
-
-    def __init__(self, config: Config, folder: Path) -> None:
-        import wandb  # noqa: PLC0415 - an extra
-
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", _PROJECT),
-            name=folder.name,
-            id=_digest(folder),
-            resume="allow",
-            dir=str(folder),
-            config=msgspec.to_builtins(config),
-            settings=wandb.Settings(console="off", silent=True),
-        )
-        # Steps of wandb only grow; with a separate axis, a learner that went back may give a step again.
-        self._run.define_metric("policy_version")
-        self._run.define_metric("*", step_metric="policy_version")
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        self._run.log({**numbers, "policy_version": step})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class _MLflow:
-    """A run of MLflow, at MLFLOW_TRACKING_URI or in the folder `mlflow` of the run folder; a resume goes on with it."""
-
-    def __init__(self, config: Config, folder: Path) -> None:
-        from mlflow import MlflowClient  # noqa: PLC0415 - an extra
-
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else a database is needed
-        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlflow").as_uri())
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
-        found = self._client.get_experiment_by_name(name)
-        experiment = self._client.create_experiment(name) if found is None else found.experiment_id
-        tag = {"areal_rloo.folder": _digest(folder)}
-        before = self._client.search_runs(
-            [experiment], f"tags.`areal_rloo.folder` = '{_digest(folder)}'", max_results=1
-        )
-        run = before[0] if before else self._client.create_run(experiment, run_name=folder.name, tags=tag)
-        self._id = run.info.run_id
-        if not before:
-            for key, value in _flat(msgspec.to_builtins(config)):
-                self._client.log_param(self._id, key, str(value)[:500])
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        for name, number in numbers.items():
-            parts = [re.sub(r"[^\w. -]", "_", part) for part in name.split("/")]
-            path = "/".join(part for part in parts if part.strip("."))  # a label may be a path or a URL
-            self._client.log_metric(self._id, path, number, step=step)
-
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
-
-
-class _Trackio:
-    """A run of trackio, in the folder of trackio; `trackio show` opens the page."""
-
-    def __init__(self, config: Config, folder: Path) -> None:
-        import trackio  # noqa: PLC0415 - an extra
-
-        builtins = msgspec.to_builtins(config)
-        self._run = trackio.init(project=_PROJECT, name=folder.name, config=builtins, resume="allow", embed=False)
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(numbers), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-_TRACKERS: Mapping[str, Callable[[Config, Path], Tracker]] = {
-    "tensorboard": _TensorBoard,
-    "wandb": _Wandb,
-    "mlflow": _MLflow,
-    "trackio": _Trackio,
-}
-
-
-def _digest(folder: Path) -> str:
-    """Name a run for all its launchers; folders of different users can have the same name."""
-    return hashlib.sha256(bytes(folder)).hexdigest()[:16]
-
-
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Give the keys of a config with dots."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _flat(inner, f"{path}.{key}" if path else key)
-    else:
-        yield path, value
 
 
 if __name__ == "__main__":

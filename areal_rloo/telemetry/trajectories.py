@@ -6,7 +6,10 @@ may have gigabytes, so every function here reads line by line.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain, repeat
 from pathlib import Path
@@ -17,9 +20,13 @@ import msgspec
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import DataError, DecodeError
 from areal_rloo.files import open_regular
-from areal_rloo.telemetry.record_file import RecordFile
+from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.record_file import RecordFile, thin_records
+
+logger = get_logger(__name__)
 
 FILE_NAME = "trajectories.jsonl"  # in the run folder
+_MOST_READ_BYTES = 2**24
 
 
 class Token(msgspec.Struct, frozen=True, gc=False):
@@ -108,17 +115,55 @@ class TrajectoryRecord(msgspec.Struct, frozen=True, kw_only=True):
 class TrajectoryFile:
     """Appends to a trajectories.jsonl: a line per record, the lines of a step at once.
 
-    If the disk is full, none of the lines of a step is written, and the OSError goes to the caller.
+    If the disk is full, none of the lines of a step is written, and the OSError goes to the caller. If the file grows
+    beyond `most_bytes`, older steps are thinned out (`thin_records`).
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, most_bytes: int = sys.maxsize) -> None:
+        self._path, self._most_bytes = path, most_bytes
         self._file = RecordFile(path)
 
     def append(self, records: Iterable[TrajectoryRecord]) -> None:
         self._file.append(b"".join(_line(record) for record in records))
+        if self._file.num_bytes > self._most_bytes:
+            self._thin()
+
+    def _thin(self) -> None:
+        self._file.close()
+        try:
+            thin_records(self._path)
+        except OSError as error:
+            logger.warning("%s cannot be made smaller: %s", self._path, error)
+        self._file = RecordFile(self._path)
+        # If a few long steps fill the file, or the disk refuses, try again when the file has grown.
+        self._most_bytes = max(self._most_bytes, self._file.num_bytes + self._file.num_bytes // 4)
 
     def close(self) -> None:
         self._file.close()
+
+
+class TrajectoryTail:
+    """Reads a trajectories.jsonl while it is written. After a resume or a thinning, the tail goes on at the end."""
+
+    def __init__(self, path: Path, *, from_end: bool) -> None:
+        self._path, self._position = path, 0
+        if from_end and path.exists():
+            self._position = path.stat().st_size
+
+    def read(self) -> list[TrajectoryRecord]:
+        """Give the whole records since the last call; none of another version of areal_rloo, and at most 16 MiB."""
+        if not self._path.exists():
+            return []
+        with open_regular(self._path) as file:
+            self._position = min(self._position, os.fstat(file.fileno()).st_size)
+            file.seek(self._position)
+            whole, newline, _ = file.read(_MOST_READ_BYTES).rpartition(b"\n")
+        self._position += len(whole) + len(newline)
+        found = []
+        for line in whole.splitlines():
+            with contextlib.suppress(DecodeError):
+                found.append(from_json(line, TrajectoryRecord))
+        return found
 
 
 def read_trajectories(path: Path) -> Iterator[TrajectoryRecord]:

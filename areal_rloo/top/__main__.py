@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from areal_rloo.config import load_config
-from areal_rloo.errors import DataError, UserError
+from areal_rloo.config import check_run, load_config
+from areal_rloo.errors import UserError
 from areal_rloo.learner.stretches import breaks_of
 from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.telemetry.health import Health
@@ -43,8 +43,7 @@ def main() -> int:
 
 
 def _follow(folder: Path, *, once: bool) -> None:
-    if not (folder / "config.yaml").is_file():
-        raise DataError(f"{folder}: no run here (there is no config.yaml); expected a run folder such as runs/latest")
+    check_run(folder)
     config = load_config(str(folder / "config.yaml"))
     health, tail, fleet = Health(config, breaks_of(folder)), RecordTail(folder / "metrics.jsonl"), Fleet()
     targets, records = Targets(config, folder), list[Record]()

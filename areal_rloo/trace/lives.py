@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from areal_rloo.telemetry.trace import SAMPLES
 from areal_rloo.trace.joined import Event, Lease, lease_of, leases_of
-from areal_rloo.trajectory import SampleId
+from areal_rloo.trajectory import SampleId, purpose_of
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ def lives(events: Sequence[Event]) -> list[Life]:
         elif event.track == "intake" and event.name == "taken":
             taken |= dict.fromkeys(_numbers(event.details["groups"]), event)
         elif event.track == "intake":
-            for lease in leases_of(event.details):
+            for lease in filter(_is_train, leases_of(event.details)):
                 if event.name == "granted":
                     found[lease].append(Life(lease, event.began_s))
                 elif found[lease]:
@@ -81,6 +81,10 @@ def _lines(life: Life) -> Iterable[str]:
     if life.taken is not None and life.arrived_s is not None:
         waited_s = life.taken.began_s - life.arrived_s
         yield line(life.taken.began_s, f"taken for step {life.taken.details['step']}, waited", waited_s)
+
+
+def _is_train(lease: Lease) -> bool:
+    return purpose_of(lease[0]) == "train"
 
 
 def _numbers(detail: object) -> list[int]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from areal_rloo.errors import DataError
 from areal_rloo.files import replacing
 from areal_rloo.telemetry.trace import SAMPLES
 from areal_rloo.trace.joined import Event, read_traces
@@ -33,24 +34,26 @@ def write_perfetto(run_folder: Path) -> Path:
     """Join the traces of a run into a file for Perfetto.
 
     Raises:
-        DataError: the run has no traces.
-        OSError: the disk refuses.
+        DataError: the run has no traces, or the disk refuses the file.
     """
     events = read_traces(run_folder)
     path = run_folder / FILE_NAME
-    with replacing(path) as target, gzip.open(target, "wb", compresslevel=5) as file:
-        separator = b'{"displayTimeUnit":"ms","traceEvents":[\n'
-        for line in trace_events(events):
-            file.write(separator + msgspec.json.encode(line))
-            separator = b",\n"
-        file.write(b"\n]}\n")
+    try:
+        with replacing(path) as target, gzip.open(target, "wb", compresslevel=5) as file:
+            separator = b'{"displayTimeUnit":"ms","traceEvents":[\n'
+            for line in trace_events(events):
+                file.write(separator + msgspec.json.encode(line))
+                separator = b",\n"
+            file.write(b"\n]}\n")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror}") from error
     return path
 
 
 def trace_events(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
     """Give the trace events of a run."""
-    waiting = [event for life in lives(events) for event in _wait(life)]
-    groups = _whole_groups(waiting)
+    all_lives = lives(events)
+    groups = _whole_groups(event for life in all_lives for event in _wait(life))
     placed = _placed([*(event for event in events if event.seconds or event.track != "intake"), *groups])
     pids = {name: number for number, name in enumerate(sorted({event.process for event in events}, key=_order), 1)}
     threads = sorted({(event.process, event.track, lane) for event, lane in placed})
@@ -74,7 +77,7 @@ def trace_events(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
             "args": event.details,
             **place,
         }
-    yield from _arrows(events, groups, where)
+    yield from _arrows(events, all_lives, groups, where)
 
 
 def _wait(life: Life) -> Iterator[Event]:
@@ -127,12 +130,14 @@ def _fits(lanes: list[list[float]], lane: int, event: Event) -> bool:
     return not ends or (event.track not in {SAMPLES, _GROUPS} and ends[-1] >= event.ended_s)
 
 
-def _arrows(events: Sequence[Event], groups: Sequence[Event], where: dict[Any, dict[str, int]]) -> Iterator[Any]:
+def _arrows(
+    events: Sequence[Event], all_lives: Sequence[Life], groups: Sequence[Event], where: dict[Any, dict[str, int]]
+) -> Iterator[Any]:
     """Lead from episodes to their groups, and from these to the steps."""
     group_of = {event.details["group"]: event for event in groups}
     steps = {event.name: event for event in events if event.track == _STEPS and event.name.startswith("step ")}
     numbers = itertools.count(1)
-    for life in lives(events):
+    for life in all_lives:
         group = group_of.get(life.lease[0])
         if group is not None and life.episode is not None and life.arrived_s is not None:
             yield from _arrow(next(numbers), life.episode, group, life.arrived_s, where)

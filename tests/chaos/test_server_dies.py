@@ -23,7 +23,7 @@ REPO = Path(__file__).resolve().parents[2]
 NUM_ROUNDS = int(os.environ.get("AREAL_RLOO_CHAOS_ROUNDS", "1"))
 ROUND_TIMEOUT_S = 180
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(120 + NUM_ROUNDS * ROUND_TIMEOUT_S)]
+pytestmark = [pytest.mark.full, pytest.mark.rare, pytest.mark.timeout(120 + NUM_ROUNDS * ROUND_TIMEOUT_S)]
 
 
 @pytest.fixture(params=SERVERS)

@@ -127,7 +127,7 @@ def _wait_for_steps(run: Run, number: int) -> None:
         "learner,launcher",
         "connection,garbage,peer,scale",
         "full,few,engine",
-        "two at once",
+        pytest.param("two at once", marks=pytest.mark.rare),
     ],
 )
 def test_a_run_under_faults_of_a_group_ends_at_its_step(tmp_path: Path, words: str) -> None:

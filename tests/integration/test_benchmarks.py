@@ -12,7 +12,7 @@ from benchmarks import harness
 from benchmarks.__main__ import NAMES
 
 REPO = Path(__file__).resolve().parents[2]
-WHOLE_RUNS = ("async_vs_sync",)  # minutes
+WHOLE_RUNS = ("async_vs_sync", "observing")  # minutes
 
 
 def _benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -21,7 +21,7 @@ def _benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full) if name in WHOLE_RUNS else name for name in NAMES]
+    "name", [pytest.param(name, marks=pytest.mark.rare) if name in WHOLE_RUNS else name for name in NAMES]
 )
 def test_a_quick_benchmark_writes_numbers_a_page_and_a_plot(tmp_path: Path, name: str) -> None:
     ended = _benchmarks(name, "--quick", "--output", str(tmp_path))

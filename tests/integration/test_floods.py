@@ -194,7 +194,7 @@ def _trajectory(lease: Lease, sample_index: int) -> Trajectory:
     return Trajectory(lease.group_id, sample_index, np.array(lease.prompt_tokens, np.int32), completion, 1.0)
 
 
-@pytest.mark.parametrize("for_s", [2.0, pytest.param(60.0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("for_s", [2.0, pytest.param(60.0, marks=pytest.mark.rare)])
 def test_a_flood_delays_an_honest_worker_but_cuts_off_only_vandals(tmp_path: Path, for_s: float) -> None:
     with _learner(tmp_path) as learner:
         began, ends = _CONTEXT.Event(), _CONTEXT.Event()

@@ -24,7 +24,7 @@ def _check(folder: Path, *options: str) -> tuple[int, str, dict[str, dict]]:
     return ended.returncode, page.read_text(), json.loads((folder / "gpu_check.json").read_text())
 
 
-@pytest.mark.full
+@pytest.mark.rare
 @pytest.mark.parametrize(
     ("parts", "columns"),
     [

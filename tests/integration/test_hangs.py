@@ -41,7 +41,7 @@ ENGINE = {"module": "engines.embedded.scheduler", "name": "Scheduler", "method":
 @pytest.mark.parametrize(
     ("where", "log", "work"),
     [
-        (WORKER, "rollout-0", "the event loop"),
+        pytest.param(WORKER, "rollout-0", "the event loop", marks=pytest.mark.rare),
         (LEARNER, "learner", "the event loop of the intake"),
         (ENGINE, "rollout-0", "the engine, which has requests,"),
     ],

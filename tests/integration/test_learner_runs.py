@@ -65,6 +65,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
+@pytest.mark.rare
 def test_a_stopped_then_killed_run_resumes_bit_for_bit(start: Callable[..., Run], whole: Run) -> None:
     run = start(*TO_THE_BIT)
     run.wait_for(lambda: len(run.records()) >= 2)

@@ -64,6 +64,7 @@ def test_the_quickstart_learns_with_sglang_on_slurm(tmp_path: Path) -> None:
     assert run == []
 
 
+@pytest.mark.rare
 def test_the_quickstart_learns_on_ray(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed here: make extras")
     with ray_cluster(tmp_path, num_cpus=1) as cluster:
@@ -73,6 +74,7 @@ def test_the_quickstart_learns_on_ray(tmp_path: Path) -> None:
     assert run == []
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("eta", [0, 2])
 def test_the_quickstart_learns_in_turns_on_the_same_cores(eta: int, tmp_path: Path) -> None:
     in_turns = ("rollout.share_devices=in_turns", f"algorithm.max_staleness={eta}")

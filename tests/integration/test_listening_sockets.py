@@ -67,7 +67,7 @@ def test_a_run_on_one_host_listens_on_loopback_and_private_folders(
 
 
 # Notes the key of each session, and sends it to the endpoint like any agent.
-@pytest.mark.parametrize("episode", ["single_turn", "agent"])
+@pytest.mark.parametrize("episode", [pytest.param("single_turn", marks=pytest.mark.rare), "agent"])
 def test_the_keys_of_a_run_show_nowhere(start: Callable[..., Run], tmp_path: Path, episode: str) -> None:
     """Neither the two keys of the wire, nor those of the sessions of agents."""
     (tmp_path / "agent.py").write_text(AGENT)

@@ -83,6 +83,7 @@ def _begins_with(trajectory: Trajectory, turns: tuple[RecordedTurn, ...]) -> boo
     return True
 
 
+@pytest.mark.rare
 def test_unfinished_samples_of_a_drained_run_go_on_after_its_resume(start: Callable[..., Run], slow: str) -> None:
     run = start(*LONG, *MULTI_TURN, slow)
     run.wait_for(lambda: len(run.records()) >= 2)

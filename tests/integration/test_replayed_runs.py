@@ -37,6 +37,7 @@ def _replay(folder: Path, *options: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout + ended.stderr
 
 
+@pytest.mark.rare
 def test_a_run_with_a_killed_learner_is_replayed_to_the_bit(start: Callable[..., Run]) -> None:
     run = start(*RECORDED)
     run.wait_for_checkpoint(3)

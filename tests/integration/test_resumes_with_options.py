@@ -39,6 +39,7 @@ def _drained(run: Run, num_steps: int) -> int:
     return run.saved_steps()
 
 
+@pytest.mark.rare
 def test_a_run_completes_with_other_groups_and_staleness_up_and_down(start: Callable[..., Run]) -> None:
     common = ("learner.num_train_steps=9", "wire.record=true", "data.eval=null")
     first = _drained(start(*_overrides(FIRST), *common), 2)
@@ -100,7 +101,7 @@ def test_a_refused_change_leaves_the_folder_untouched(finished: Run, override: s
     assert listing(finished.folder) == before
 
 
-@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+@pytest.mark.parametrize("more", [(), pytest.param(("--dry-run",), marks=pytest.mark.rare)])
 def test_a_resume_with_other_prompts_leaves_the_folder_untouched(
     start: Callable[..., Run], tmp_path: Path, more: tuple[str, ...]
 ) -> None:

@@ -20,6 +20,7 @@ def _reward(folder: Path) -> str:
     return f"{folder}/low.py:low"
 
 
+@pytest.mark.rare
 def test_adapters_go_on_from_a_checkpoint_with_the_same_model_alone(start: Callable[..., Run], tmp_path: Path) -> None:
     """Without staleness, each token compares the engine's weights with those of the learner."""
     model = tmp_path / "model"

@@ -102,7 +102,7 @@ def test_a_folder_without_a_run_is_one_line(tmp_path: Path) -> None:
     ended = _scale(tmp_path, "--workers=2")
     assert (ended.returncode, ended.stderr) == (
         2,
-        f"error: {tmp_path}: no run here; expected a run folder such as runs/latest\n",
+        f"error: {tmp_path}: no run here (config.yaml is missing); expected a run folder such as runs/latest\n",
     )
 
 

@@ -137,6 +137,7 @@ def _run_at(start: Callable[..., Run], server: External, model: Path, name: str,
     return start(f"rollout.engine={kind}", *where, *steps, *arguments, name=name)
 
 
+@pytest.mark.rare
 def test_two_runs_in_sequence_share_a_server(server: External, exported: Path, start: Callable[..., Run]) -> None:
     """The second run finds the last weights and the prompt cache of the first run, and uses neither."""
     for name in ("first", "second"):

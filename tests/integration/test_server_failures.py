@@ -59,7 +59,13 @@ def victim(
 
 
 @pytest.mark.parametrize(
-    ("index", "number"), [(0, signal.SIGKILL), (0, signal.SIGSTOP), (1, signal.SIGSTOP), (1, signal.SIGKILL)]
+    ("index", "number"),
+    [
+        (0, signal.SIGKILL),
+        pytest.param(0, signal.SIGSTOP, marks=pytest.mark.rare),
+        (1, signal.SIGSTOP),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.rare),
+    ],
 )
 def test_a_crashed_or_hung_server_is_replaced_without_loss(
     index: int, number: signal.Signals, victim: EngineOnThread, folder: Path

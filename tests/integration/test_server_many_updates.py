@@ -89,6 +89,7 @@ class Load:
             self.done.append((prompt, future.result(timeout=120)))
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("kind", SERVERS)
 def test_200_updates_under_load_lose_nothing_and_tag_tokens_correctly(
     kind: str, wide_folder: Path, tmp_path: Path

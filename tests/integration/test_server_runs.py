@@ -7,7 +7,7 @@ import pytest
 from support.local_runs import Run, balanced
 from support.server_support import SERVERS, server_processes
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.full
 
 
 def _low_reward(folder: Path) -> Path:
@@ -66,7 +66,7 @@ def test_a_server_trains_with_adapters_that_the_worker_merges(
     assert balanced(run.summary()["ledger"])
 
 
-@pytest.mark.parametrize("way", ["never", "in_turns"])
+@pytest.mark.parametrize("way", ["never", pytest.param("in_turns", marks=pytest.mark.rare)])
 @pytest.mark.parametrize("kind", SERVERS)
 def test_a_policy_learns_from_the_samples_of_a_server(
     kind: str, way: str, start: Callable[..., Run], tmp_path: Path

@@ -18,7 +18,7 @@ def _folder_of_turns(run: Run) -> Path:
     return memory_folder() / f"areal_rloo-turns-{hashlib.sha256(os.fsencode(run.folder)).hexdigest()[:16]}"
 
 
-@pytest.mark.parametrize(("eta", "num_ranks"), [(0, 1), (2, 2)])
+@pytest.mark.parametrize(("eta", "num_ranks"), [pytest.param(0, 1, marks=pytest.mark.rare), (2, 2)])
 def test_turns_keep_the_staleness_bound_and_survive_deaths(eta: int, num_ranks: int, tmp_path: Path) -> None:
     options = (f"algorithm.max_staleness={eta}", f"learner.num_ranks={num_ranks}", "learner.num_train_steps=24")
     restarts = ("launcher.max_learner_restarts=1", "wire.heartbeat_timeout_s=3")

@@ -47,7 +47,7 @@ def test_samples_of_a_dead_worker_begin_elsewhere_in_time(kind: str) -> None:
     assert num_begun > 50, "too few workers died with samples"
 
 
-@pytest.mark.full
+@pytest.mark.rare
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_search_finds_every_mend_that_is_taken_out(name: str) -> None:
     with mutated(name):

@@ -23,7 +23,7 @@ from areal_rloo.ports import ReservedPorts
 CPU = torch.device("cpu")
 COMPILERS = [  # see `compiling_with`
     "aot_eager",
-    pytest.param("inductor", marks=[pytest.mark.full, pytest.mark.skipif(which("g++") is None, reason="no g++ here")]),
+    pytest.param("inductor", marks=[pytest.mark.rare, pytest.mark.skipif(which("g++") is None, reason="no g++ here")]),
 ]
 
 

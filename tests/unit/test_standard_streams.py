@@ -1,5 +1,6 @@
 """Programs that were started with closed standard streams."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,3 +31,25 @@ def test_closed_streams_become_the_null_device(tmp_path: Path, closed: str) -> N
     for number, name in enumerate(output.read_text().split()):
         is_closed = ("<&-", " >&-", "2>&-")[number] in f" {closed}"
         assert (name == "/dev/null") is (is_closed or number == 0), f"stream {number}"
+
+
+STAMPS = """
+import sys
+from rich.console import Console
+from areal_rloo.standard_streams import stamp_lines
+stamp_lines()
+print("one", end="")
+print(" line\\nand", "another")
+print(file=sys.stderr)
+Console().print("from rich")
+sys.stdout.flush()
+raise SystemExit("the end")
+"""
+
+
+def test_each_line_of_a_batch_job_has_its_time() -> None:
+    ended = subprocess.run([sys.executable, "-c", STAMPS], capture_output=True, text=True, check=False)
+    stamp = r"20\d\d-[01]\d-[0-3]\dT[0-2]\d:[0-5]\d:[0-6]\dZ "
+    expected = re.compile(f"{stamp}one line\n{stamp}and another\n{stamp}from rich\n")
+    assert expected.fullmatch(ended.stdout), ended.stdout
+    assert re.fullmatch(f"{stamp}\n{stamp}the end\n", ended.stderr), ended.stderr

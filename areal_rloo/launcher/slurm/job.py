@@ -39,6 +39,7 @@ from areal_rloo.launcher.run_folder import has_begun
 from areal_rloo.launcher.start import begin, hold, look, placed, run_main
 from areal_rloo.learner.checkpoint_folder import folder_of, standing
 from areal_rloo.ports import ReservedPorts
+from areal_rloo.standard_streams import stamp_lines
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         UserError: the user must correct something; nothing was started.
     """
     signals = Signals().install(with_usr1=True)
+    stamp_lines()
     parser = argparse.ArgumentParser(prog="python -m areal_rloo.launcher.slurm.job")
     parser.add_argument("--run-folder", type=Path, required=True)
     parser.add_argument("--submitted", required=True, help="the file in the run folder with the config")

@@ -1,5 +1,6 @@
 """trajectories.jsonl as the learner writes it: trained trajectories with their numbers, and dropped samples."""
 
+import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -7,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from areal_rloo.config import load_config
+from areal_rloo.config import TelemetryConfig, load_config
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import Prompt
 from areal_rloo.learner.advantages import Advantages, Masks
 from areal_rloo.learner.recording import Recorder
 from areal_rloo.models.tiny import make_tiny_tokenizer
+from areal_rloo.telemetry import trajectories
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.trajectories import TrajectoryRecord, read_trajectories
 from areal_rloo.trajectory import Completion, Group, Item, Trajectory
@@ -47,7 +49,7 @@ def _batch(num_groups: int = 6) -> tuple[list[Group], Masks, Advantages]:
 
 
 def _written(path: Path, trajectories_per_step: int) -> list[TrajectoryRecord]:
-    recorder = Recorder(path, TOKENIZER, trajectories_per_step=trajectories_per_step)
+    recorder = Recorder(path, TOKENIZER, TelemetryConfig(trajectories_per_step=trajectories_per_step))
     recorder.step(*_batch(), [], policy_version=5)
     recorder.close([], policy_version=5)
     return list(read_trajectories(path)) if path.exists() else []
@@ -85,7 +87,7 @@ def test_dropped_samples_are_written_with_reason_with_or_without_tokens(tmp_path
     ledger.finish((0, 0), done)
     ledger.drop_sample((0, 1), "reward_error", detail="ValueError: no")
     ledger.drop_group(0, "group_too_small")
-    recorder = Recorder(tmp_path / "t.jsonl", TOKENIZER, trajectories_per_step=1)
+    recorder = Recorder(tmp_path / "t.jsonl", TOKENIZER, TelemetryConfig(trajectories_per_step=1))
     ledger.drop_sample((1, 1), "max_attempts")
     recorder.step(*_batch(1), ledger.take_drops(), policy_version=5)
     ledger.drop_sample((1, 0), "reward_error", detail="at the end")
@@ -104,7 +106,7 @@ def test_dropped_samples_are_written_with_reason_with_or_without_tokens(tmp_path
 
 
 def test_a_full_disk_loses_only_records(caplog: pytest.LogCaptureFixture) -> None:
-    recorder = Recorder(Path("/dev/full"), TOKENIZER, trajectories_per_step=2)
+    recorder = Recorder(Path("/dev/full"), TOKENIZER, TelemetryConfig(trajectories_per_step=2))
     get_logger("areal_rloo").addHandler(caplog.handler)
     recorder.step(*_batch(), [], policy_version=5)
     recorder.step(*_batch(), [], policy_version=6)
@@ -115,3 +117,50 @@ def test_a_full_disk_loses_only_records(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_a_run_writes_trajectories_by_default() -> None:
     assert load_config("quickstart.yaml").telemetry.trajectories_per_step > 0
+
+
+def test_a_long_run_keeps_its_first_and_its_newest_steps_dense(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    config = TelemetryConfig(trajectories_per_step=2, most_trajectories_bytes=20_000)
+    recorder, sizes = Recorder(path, TOKENIZER, config), []
+    for version in range(200):
+        recorder.step(*_batch(1), [], policy_version=version)
+        sizes.append(path.stat().st_size)
+    recorder.close([], policy_version=200)
+    assert max(sizes) <= 20_000
+    assert min(sizes[100:]) > 10_000, "not more is lost than needed"
+    records = list(read_trajectories(path))
+    versions = [record.policy_version for record in records]
+    assert versions == sorted(versions)
+    assert versions.count(0) == versions.count(199) == 2, "whole steps stay"
+    assert set(range(195, 200)) <= set(versions)
+    gaps = [after - before for before, after in itertools.pairwise(sorted(set(versions)))]
+    assert gaps[0] >= 8 and gaps[-1] == 1, "the older, the sparser"
+
+
+def test_a_file_of_a_few_long_steps_is_not_rewritten_at_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Path] = []
+    monkeypatch.setattr(trajectories, "thin_records", calls.append)
+    config = TelemetryConfig(trajectories_per_step=2, most_trajectories_bytes=1)
+    recorder = Recorder(tmp_path / "t.jsonl", TOKENIZER, config)
+    for version in range(40):
+        recorder.step(*_batch(1), [], policy_version=version)
+    recorder.close([], policy_version=40)
+    assert 2 < len(calls) < 20
+
+
+def test_a_disk_that_refuses_the_thinner_file_loses_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(trajectories, "thin_records", refuse)
+    get_logger("areal_rloo").addHandler(caplog.handler)
+    recorder = Recorder(tmp_path / "t.jsonl", TOKENIZER, TelemetryConfig(most_trajectories_bytes=1))
+    for version in range(3):
+        recorder.step(*_batch(1), [], policy_version=version)
+    recorder.close([], policy_version=3)
+    get_logger("areal_rloo").removeHandler(caplog.handler)
+    assert len(list(read_trajectories(tmp_path / "t.jsonl"))) == 6
+    assert "t.jsonl cannot be made smaller: no room" in caplog.text

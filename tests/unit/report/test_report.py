@@ -4,6 +4,7 @@ import html.parser
 import json
 import math
 import os
+import random
 import re
 import subprocess
 import sys
@@ -21,11 +22,12 @@ from support.measured_steps import measured_steps
 from areal_rloo.config import Config, dump_config, load_config
 from areal_rloo.errors import DataError
 from areal_rloo.learner.stretches import begin_stretch
-from areal_rloo.report import result_in, write_report
-from areal_rloo.report.charts import Curve, line_chart, stacked_chart, ticks
+from areal_rloo.report import page, pages_in, result_in, write_report
+from areal_rloo.report.charts import Curve, line_chart, smoothed, stacked_chart, ticks
 from areal_rloo.telemetry.metric import declared_metrics
 from areal_rloo.telemetry.metrics import MetricsFile
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
+from areal_rloo.telemetry import trace
 
 MakeTrainRecord = Callable[..., TrainRecord]
 
@@ -288,3 +290,72 @@ def test_a_report_that_the_disk_refuses_leaves_the_previous_report(run_folder: P
     with disk_of(100), pytest.raises(DataError, match="the report cannot be made"):
         write_report(run_folder)
     assert (run_folder / "report.html").read_bytes() == before
+
+
+def test_the_page_of_a_long_run_is_small_and_keeps_the_extremes(
+    run_folder: Path, make_train_record: MakeTrainRecord
+) -> None:
+    file = MetricsFile(run_folder / "metrics.jsonl")
+    rng = random.Random(0)
+    for step in range(4, 5001):
+        values = {"reward_mean": rng.random(), "entropy": 9.0 if step == 2500 else 1.0 + rng.random()}
+        file.append(make_train_record(num_train_steps=step, policy_version=step, **values))
+    file.close()
+    text = write_report(run_folder).read_text()
+    assert len(text) < 2_000_000
+    entropy = text.partition("<h2>Entropy")[2].partition("</section>")[0]
+    assert 150 <= entropy.count("<circle") <= 200
+    heights = [float(pair.split(",")[1]) for pair in entropy.partition("<polygon points='")[2].split("'")[0].split()]
+    assert min(heights) < 40, "the band reaches the one step with 9.0"
+
+
+def test_a_long_curve_is_smoothed_and_a_short_one_is_not() -> None:
+    noisy = [(x, x / 100 + (-1.0) ** x) for x in range(100)]
+    section = line_chart("a", [Curve("c", noisy)])
+    assert section.count("<polyline") == 2
+    assert "opacity=0.35" in section
+    line = smoothed(noisy)
+    assert [x for x, _ in line] == [x for x, _ in noisy]
+    assert max(abs(y - x / 100) for x, y in line[10:]) < 0.3, "the noise has an amplitude of 1"
+    assert smoothed([(x, 2.5) for x in range(50)])[-1][1] == pytest.approx(2.5)
+    assert line_chart("a", [Curve("c", noisy[:30])]).count("<polyline") == 1
+
+
+@pytest.mark.parametrize(
+    ("heights", "logarithmic"),
+    [([1.0, 2.0, 1.5, 900.0], True), ([1.0, 2.0, 1.5, 9.0], False), ([0.0, 2.0, 1.5, 900.0], False)],
+)
+def test_the_axis_is_logarithmic_if_a_value_squashes_the_others(heights: list[float], logarithmic: bool) -> None:
+    section = line_chart("a", [Curve("c", list(enumerate(heights)))], hint="healthy: 0")
+    assert ("healthy: 0; log axis" in section) == logarithmic
+    if logarithmic:
+        downs = [float(down) for down in re.findall(r"cy=([\d.]+)", section)]
+        assert downs[0] - downs[1] == pytest.approx((downs[0] - downs[3]) * math.log(2) / math.log(900), abs=1)
+
+
+def test_a_stacked_chart_of_a_long_run_still_adds_up() -> None:
+    xs = range(1000)
+    halves = [Curve("a", [(x, x / 1000) for x in xs]), Curve("b", [(x, 1 - x / 1000) for x in xs])]
+    section = stacked_chart("a", halves)
+    assert section.count("<circle") == 400
+    top = section.split("<polygon points='")[2].split("'")[0].split()
+    assert {pair.split(",")[1] for pair in top[:200]} == {"12.0"}, "the upper edge is 1 everywhere"
+
+
+def test_a_trace_is_joined_at_the_end_unless_it_is_long_or_empty(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pages_in(run_folder) == [f"report: {run_folder / 'report.html'}"]
+    with trace.traced(run_folder, "learner", on=True):
+        pass
+    assert pages_in(run_folder)[-1].startswith("no trace: ")
+    with trace.traced(run_folder, "learner", on=True):
+        trace.record("training", "step 1")
+    said = pages_in(run_folder)[-1]
+    assert said.startswith(f"trace: {run_folder / 'trace.json.gz'}, for https://ui.perfetto.dev")
+    (run_folder / "trace.json.gz").unlink()
+    monkeypatch.setattr(page, "_MOST_TRACE_BYTES", 10)
+    said = pages_in(run_folder)[-1]
+    assert re.fullmatch(r"trace: \d+ bytes; for Perfetto: .* -m areal_rloo.report '.*my <run>'", said), said
+    assert not (run_folder / "trace.json.gz").exists()
+    assert run_main(str(run_folder)).stdout.split("\n")[1] == str(run_folder / "trace.json.gz")

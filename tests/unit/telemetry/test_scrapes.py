@@ -1,16 +1,20 @@
 """Strangers at /metrics: any user of the host can connect there. They are counted, bounded, and in no log."""
 
+import json
 import socket
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 from support.patience import PATIENCE_S, eventually
 
+from areal_rloo.config import load_config
 from areal_rloo.telemetry import scrapes
 from areal_rloo.telemetry.scrapes import serve_metrics
+from areal_rloo.telemetry.targets import Targets
 
 
 @pytest.fixture
@@ -26,6 +30,25 @@ def _scraped(port: int) -> dict[str, float]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as answer:
         lines = [line.split() for line in answer.read().decode().splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in lines}
+
+
+def test_any_process_names_all_processes_of_the_run(tmp_path: Path) -> None:
+    """In the form of `http_sd_configs`, for a Prometheus that does not see the folder."""
+    targets = Targets(load_config("quickstart.yaml", [f"telemetry.targets_folder={tmp_path}"]), tmp_path / "run")
+    port, stop = serve_metrics(CollectorRegistry(), 0, groups=targets.groups)
+    targets.add("learner", port)
+    targets.add("rollout-0", 9401)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/targets", timeout=PATIENCE_S) as answer:
+            assert answer.headers["Content-Type"] == "application/json"
+            found = json.load(answer)
+        assert _scraped(port)["areal_rloo_scrape_refused_total"] == 0.0
+    finally:
+        stop()
+    assert found == [
+        {"targets": [f"127.0.0.1:{port}"], "labels": {"run": "run", "process": "learner"}},
+        {"targets": ["127.0.0.1:9401"], "labels": {"run": "run", "process": "rollout-0"}},
+    ]
 
 
 def _refused(port: int) -> float:

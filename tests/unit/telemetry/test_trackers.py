@@ -1,10 +1,12 @@
 """Trackers get every number of every record, by processes that cost the run nothing; with the real libraries."""
 
+import json
 import math
 import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,9 +16,12 @@ from areal_rloo.config import dump_config, load_config
 from areal_rloo.telemetry import trackers
 from areal_rloo.telemetry.metrics import MetricsFile
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
-from areal_rloo.telemetry.trackers import Trackers, numbers_of
+from areal_rloo.telemetry.tracker_libraries import Row
+from areal_rloo.telemetry.trackers import Tables, Trackers, numbers_of
+from areal_rloo.telemetry.trajectories import FILE_NAME, TrajectoryFile, TrajectoryRecord, TrajectoryTail
 
 MakeTrainRecord = Callable[..., TrainRecord]
+MakeTrajectory = Callable[..., TrajectoryRecord]
 
 # As wandb does: a process of the library, and an end that waits for this process.
 HANGING = """
@@ -31,8 +36,15 @@ def init(**options):
 """
 
 
-def _track(folder: Path, records: Sequence[Record], *names: str, resume: bool = False, waits: bool = True) -> list[str]:
-    """Pass records on to trackers; return the lines for the user."""
+def _track(
+    folder: Path,
+    records: Sequence[Record],
+    *names: str,
+    samples: Sequence[TrajectoryRecord] = (),
+    resume: bool = False,
+    waits: bool = True,
+) -> list[str]:
+    """Pass records and samples on to trackers; return the lines for the user."""
     said: list[str] = []
     config = load_config("quickstart.yaml", [f"telemetry.trackers=[{', '.join(names)}]"])
     (folder / "config.yaml").write_text(dump_config(config))
@@ -42,6 +54,10 @@ def _track(folder: Path, records: Sequence[Record], *names: str, resume: bool = 
     passed = Trackers(config, folder, said.append, resume=resume)
     if waits:
         eventually(lambda: all("gets the numbers" in log.read_text() for log in logs), "the start of the trackers")
+    if samples:
+        written = TrajectoryFile(folder / FILE_NAME)
+        written.append(samples)
+        written.close()
     file = MetricsFile(folder / "metrics.jsonl")
     for record in records:
         file.append(record)
@@ -124,39 +140,49 @@ def test_without_trackers_nothing_is_made(make_train_record: MakeTrainRecord, tm
 
 
 def _curve(folder: Path, name: str) -> list[tuple[int, float]]:
+    return [(event.step, event.tensor_proto.float_val[0]) for event in _shown(folder).Tensors(name)]
+
+
+def _shown(folder: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     shown = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
     shown.Reload()
-    return [(event.step, event.tensor_proto.float_val[0]) for event in shown.Tensors(name)]
+    return shown
 
 
 def test_tensorboard_shows_the_curves(
-    make_train_record: MakeTrainRecord, eval_record: EvalRecord, tmp_path: Path
+    make_train_record: MakeTrainRecord, eval_record: EvalRecord, make_trajectory: MakeTrajectory, tmp_path: Path
 ) -> None:
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     steps: list[Record] = [make_train_record(policy_version=step, reward_mean=0.1 * step) for step in (1, 2, 3)]
-    assert _track(tmp_path, [*steps, eval_record], "tensorboard") == []
+    samples = [make_trajectory(policy_version=2, sample_index=index) for index in (0, 1)]
+    assert _track(tmp_path, [*steps, eval_record], "tensorboard", samples=samples) == []
+    (table,) = _shown(tmp_path).Tensors("samples")
+    cells = [cell.decode() for cell in table.tensor_proto.string_val]
+    assert (table.step, cells[: len(Row._fields)], cells[len(Row._fields)]) == (3, list(Row._fields), samples[0].name)
     assert _curve(tmp_path, "train/reward_mean") == [(step, pytest.approx(0.1 * step)) for step in (1, 2, 3)]
     assert _curve(tmp_path, "evaluation/arithmetic/accuracy") == [(4, 0.625)]
 
 
 def test_wandb_keeps_the_numbers_offline(
-    make_train_record: MakeTrainRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_train_record: MakeTrainRecord, make_trajectory: MakeTrajectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb", reason="the extra wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     steps: list[Record] = [make_train_record(policy_version=step, reward_mean=0.5 * step) for step in (1, 2, 2)]
-    assert _track(tmp_path, steps, "wandb") == []
+    assert _track(tmp_path, steps, "wandb", samples=[make_trajectory(policy_version=1)]) == []
     (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     content = file.read_bytes()  # of messages with plain text: each number is in the history and in the summary
-    for name, numbers in (("train/reward_mean", ["0.5", "1", "1"]), ("policy_version", ["1", "2", "2"])):
+    for name, numbers in (("train/reward_mean", ["0.5", "1", "1"]), ("policy_version", ["1", "2", "2", "2"])):
         kept = re.findall(rb"(?<!/)" + name.encode() + rb"\x82\x01.([0-9.]+)", content, re.DOTALL)
-        assert sorted(kept) == sorted(number.encode() for number in numbers * 2), "a step may come again"
+        assert sorted(kept) == sorted(number.encode() for number in numbers * 2), "a step may come again, and the table has one"
+    (table,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/samples_*.table.json")
+    assert json.loads(table.read_text())["columns"] == list(Row._fields)
 
 
 def test_mlflow_goes_on_with_the_run_of_an_earlier_launcher(
-    make_train_record: MakeTrainRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_train_record: MakeTrainRecord, make_trajectory: MakeTrajectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
     from mlflow import MlflowClient
@@ -165,7 +191,8 @@ def test_mlflow_goes_on_with_the_run_of_an_earlier_launcher(
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     for step in (1, 2):
         record = make_train_record(policy_version=step, reward_mean=0.5 * step, reward_parts={"//scorer/score": 1.0})
-        assert _track(tmp_path, [record], "mlflow", resume=step == 2) == []
+        samples = [make_trajectory(policy_version=20 * step)]
+        assert _track(tmp_path, [record], "mlflow", samples=samples, resume=step == 2) == []
     client = MlflowClient((tmp_path / "mlflow").as_uri())
     (experiment,) = [one for one in client.search_experiments() if one.name == "areal_rloo"]
     (run,) = client.search_runs([experiment.experiment_id])
@@ -177,3 +204,57 @@ def test_mlflow_goes_on_with_the_run_of_an_earlier_launcher(
         1,
     ]
     assert run.info.status == "FINISHED"
+    tables = sorted((tmp_path / "mlflow").rglob("samples/*.json"))
+    assert [path.name for path in tables] == ["step-000021.json", "step-000041.json"]
+    assert json.loads(tables[0].read_text())[0]["completion"] == make_trajectory().completion
+
+
+def test_a_table_has_some_samples_of_every_tenth_step_and_of_the_last(
+    make_trajectory: MakeTrajectory, tmp_path: Path
+) -> None:
+    path = tmp_path / FILE_NAME
+    tables, file = Tables(TrajectoryTail(path, from_end=False)), TrajectoryFile(path)
+    found = tables.read(ends=False)
+    for version in range(34):
+        file.append(make_trajectory(policy_version=version, sample_index=index, pieces=["x"]) for index in range(12))
+        found += tables.read(ends=False)
+    found += tables.read(ends=True)
+    file.close()
+    assert [step for step, _ in found] == [1, 11, 21, 31, 34]
+    assert all(len(rows) == 8 for _, rows in found)
+    assert found[0][1][3].sample.endswith("/3")
+    assert tables.read(ends=True) == []
+
+
+def test_long_texts_are_cut_in_a_table(make_trajectory: MakeTrajectory, tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    file = TrajectoryFile(path)
+    file.append([make_trajectory(prompt="p" * 5000, dropped="reward_error", reward=None)])
+    file.close()
+    ((_, (row,)),) = Tables(TrajectoryTail(path, from_end=False)).read(ends=True)
+    assert (len(row.prompt), row.prompt[-4:], row.ends, row.reward) == (2004, " ...", "reward_error", None)
+
+
+def test_a_tail_of_trajectories_survives_other_files_and_other_lines(
+    make_trajectory: MakeTrajectory, tmp_path: Path
+) -> None:
+    path = tmp_path / FILE_NAME
+    tail, file = TrajectoryTail(path, from_end=False), TrajectoryFile(path)
+    assert tail.read() == []
+    file.append([make_trajectory(policy_version=1), make_trajectory(policy_version=2)])
+    assert [record.policy_version for record in tail.read()] == [1, 2]
+    file.close()
+    with path.open("ab") as raw:
+        raw.write(b'{"of": "another version"}\n{"cut')
+    assert tail.read() == []
+    file = TrajectoryFile(path)
+    file.append([make_trajectory(policy_version=3)])  # removes the incomplete line
+    assert [record.policy_version for record in tail.read()] == [3]
+    file.close()
+    path.write_bytes(b"")  # cut by a resume
+    assert tail.read() == []
+    file = TrajectoryFile(path)
+    file.append([make_trajectory(policy_version=4)])
+    assert [record.policy_version for record in tail.read()] == [4]
+    assert TrajectoryTail(path, from_end=True).read() == []
+    file.close()

@@ -1,0 +1,217 @@
+"""Draw several runs on one page, comparison.html: `python -m areal_rloo.report RUN_FOLDER RUN_FOLDER ...`.
+
+Runs with the same options, but for the seed and for options without an effect on the numbers, are a setting: one
+line in each chart, the mean, with a band from the lowest to the highest run. A setting is named by the options in
+which the settings differ. The table has means with 95 % intervals by Student's t distribution over the runs.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+from areal_rloo.config import Config, check_run, load_config
+from areal_rloo.config.resume import changes, shown
+from areal_rloo.errors import ConfigError, DataError
+from areal_rloo.files import write_atomically
+from areal_rloo.inspect.shown import document
+from areal_rloo.report.charts import Curve, Point, line_chart
+from areal_rloo.report.curves import STYLE, by_set, drawn, points
+from areal_rloo.telemetry.metric import Declared
+from areal_rloo.telemetry.metrics import read_records
+from areal_rloo.telemetry.records import EvalRecord, TrainRecord
+
+_MOST_KEYS = 3  # in the name of a setting
+_LAST_STEPS = 10
+# 97.5 % of t, by degrees of freedom from 1 on.
+_QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run to compare."""
+
+    folder: Path
+    config: Config
+    train: Sequence[TrainRecord]
+    evaluations: Sequence[EvalRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Runs with the same options, but for the seed."""
+
+    name: str
+    runs: Sequence[Run]
+
+
+def write_comparison(folders: Sequence[Path], target: Path) -> Path:
+    """Write the page of several runs; returns its path.
+
+    Raises:
+        DataError: a folder holds no run, or its files cannot be read; or the page cannot be written.
+    """
+    settings = grouped([_read(folder) for folder in folders])
+    body = "\n".join(
+        [
+            f"<h1>{len(folders)} runs, {len(settings)} settings</h1>",
+            f"<section><h2>Results</h2><table>{''.join(_table(settings))}</table>",
+            "<p class=soft>mean, and a 95 % interval if a setting has several runs</p></section>",
+            f"<div class='charts below'>{''.join(_charts(settings))}</div>",
+        ]
+    )
+    try:
+        write_atomically(target, document("comparison", body, style=STYLE).encode())
+    except OSError as error:
+        raise DataError(f"{target}: cannot be written: {error.strerror}") from error
+    return target
+
+
+def grouped(runs: Sequence[Run]) -> list[Setting]:
+    """Put runs with equal options together, but for the seed, and name each setting by the different options."""
+    groups: list[list[Run]] = []
+    for run in runs:
+        same = next((group for group in groups if not _differences(group[0].config, run.config)), None)
+        if same is None:
+            groups.append([run])
+        else:
+            same.append(run)
+    keys = list(dict.fromkeys(key for group in groups for key in _differences(groups[0][0].config, group[0].config)))
+    return [Setting(_name(group, keys), group) for group in groups]
+
+
+def mean_with_interval(values: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean, and half of the 95 % interval of the mean; None for a single value."""
+    if len(values) < 2:
+        return fmean(values), None
+    freedom = len(values) - 1
+    quantile = _QUANTILES[freedom - 1] if freedom <= len(_QUANTILES) else 1.96 + 2.5 / freedom
+    return fmean(values), quantile * stdev(values) / math.sqrt(len(values))
+
+
+def _read(folder: Path) -> Run:
+    check_run(folder)
+    try:
+        config = load_config(str(folder / "config.yaml"))
+    except ConfigError as error:
+        raise DataError(f"{folder}: the config is of another version of areal_rloo: {error}") from error
+    records = read_records(folder / "metrics.jsonl")
+    train = [record for record in records if isinstance(record, TrainRecord)]
+    return Run(folder, config, train, [record for record in records if isinstance(record, EvalRecord)])
+
+
+def _differences(before: Config, now: Config) -> dict[str, object]:
+    """Return the different options with an effect, with the value now."""
+    return {c.key: c.now for c in changes(before, now) if c.rule.effect != "exact" and c.key != "run.seed"}
+
+
+def _name(group: Sequence[Run], keys: Sequence[str]) -> str:
+    if not keys:
+        return group[0].folder.resolve().name if len(group) == 1 else "all runs"
+    values = [f"{key.rpartition('.')[2]}={shown(_value(group[0].config, key))}" for key in keys[:_MOST_KEYS]]
+    return ", ".join([*values, *(["..."] if len(keys) > _MOST_KEYS else [])])
+
+
+def _value(config: Config, key: str) -> object:
+    """Return the value of a key; None where a section is missing."""
+    value: object = config
+    for part in key.split("."):
+        value = value[int(part)] if isinstance(value, tuple) and int(part) < len(value) else getattr(value, part, None)
+    return value
+
+
+def _table(settings: Sequence[Setting]) -> list[str]:
+    sets = list(dict.fromkeys(r.name for setting in settings for run in setting.runs for r in run.evaluations))
+    columns: list[tuple[str, Callable[[Run], float | None]]] = [("train steps", lambda run: len(run.train))]
+    for name in sets:
+        label = f"accuracy, {name}" if len(sets) > 1 else "accuracy"
+        columns.append((f"first {label}", lambda run, name=name: _accuracy(run, name, 0)))  # type: ignore[misc]
+        columns.append((f"last {label}", lambda run, name=name: _accuracy(run, name, -1)))  # type: ignore[misc]
+    columns += [
+        (f"reward, last {_LAST_STEPS} steps", lambda run: _last(run, "reward_mean")),
+        ("trained tokens/s", lambda run: _last(run, "trained_tokens_per_s")),
+        ("staleness", lambda run: _last(run, "staleness_mean")),
+        ("training time, s", lambda run: run.train[-1].wall_s if run.train else None),
+    ]
+    heads = "".join(
+        f"<td class=soft>{html.escape(text)}" for text in ("setting", "runs", *(name for name, _ in columns))
+    )
+    rows = [f"<tr>{heads}"]
+    for setting in settings:
+        cells = [html.escape(setting.name), f"{len(setting.runs)}"]
+        for _, number in columns:
+            values = [value for run in setting.runs if (value := number(run)) is not None and math.isfinite(value)]
+            cells.append(_cell(values))
+        rows.append("<tr>" + "".join(f"<td>{cell}" for cell in cells))
+    return rows
+
+
+def _cell(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    mean, half = mean_with_interval(values)
+    return f"{mean:,.4g}" if not half else f"{mean:,.4g} ± {half:.2g}"
+
+
+def _accuracy(run: Run, name: str, index: int) -> float | None:
+    of_set = by_set(run.evaluations).get(name)
+    return None if not of_set else of_set[index].accuracy
+
+
+def _last(run: Run, field: str) -> float | None:
+    values = [value for _, value in points(run.train[-_LAST_STEPS:], field) if math.isfinite(value)]
+    return fmean(values) if values else None
+
+
+def _charts(settings: Sequence[Setting]) -> list[str]:
+    charts = []
+    accuracy = drawn(EvalRecord)[0]
+    sets = list(dict.fromkeys(r.name for setting in settings for run in setting.runs for r in run.evaluations))
+    for name in sets:
+        title = f"{_title(accuracy)}: {name}" if len(sets) > 1 else _title(accuracy)
+        curves = [
+            _curve(setting.name, [points(by_set(run.evaluations).get(name, []), "accuracy") for run in setting.runs])
+            for setting in settings
+        ]
+        charts.append(line_chart(title, curves, hint="band: lowest to highest run"))
+        by_time = [
+            Curve(_of_run(setting, run), [(r.wall_s, r.accuracy) for r in by_set(run.evaluations).get(name, [])])
+            for setting in settings
+            for run in setting.runs
+        ]
+        charts.append(line_chart(title.replace("by policy version", "by training time, in s"), by_time))
+    for declared in drawn(TrainRecord):
+        if declared.metric.label is None:
+            curves = [
+                _curve(setting.name, [points(run.train, declared.field) for run in setting.runs])
+                for setting in settings
+            ]
+            charts.append(line_chart(_title(declared), curves))
+    return charts
+
+
+def _curve(name: str, of_runs: Sequence[Sequence[Point]]) -> Curve:
+    """Join the runs of a setting: the mean and the range at each version of all runs."""
+    by_version = [dict(of_run) for of_run in of_runs if of_run]
+    if not by_version:
+        return Curve(name, [])
+    common = sorted(set.intersection(*(set(of_run) for of_run in by_version)))
+    values = [[of_run[version] for of_run in by_version] for version in common]
+    line = [(version, fmean(every)) for version, every in zip(common, values, strict=True)]
+    return Curve(name, line, [(min(every), max(every)) for every in values] if len(by_version) > 1 else ())
+
+
+def _of_run(setting: Setting, run: Run) -> str:
+    return setting.name if len(setting.runs) == 1 else f"{setting.name}, seed {run.config.run.seed}"
+
+
+def _title(declared: Declared) -> str:
+    """Name a chart after the field, where several fields share a chart on the page of a run."""
+    chart = declared.metric.chart
+    assert chart is not None, "only metrics with a chart are drawn"
+    alone = sum(other.metric.chart == chart for other in (*drawn(TrainRecord), *drawn(EvalRecord))) == 1
+    return chart.title if alone else f"{chart.title}: {declared.metric.curve or declared.field.replace('_', ' ')}"
