@@ -133,7 +133,8 @@ def _shorter(curve: Curve) -> Curve:
 
 def _line(frame: _Frame, points: Sequence[Point], index: int, *, opacity: float = 1.0) -> str:
     line = " ".join(f"{frame.across(x)},{frame.down(y)}" for x, y in points)
-    return f"<polyline points='{line}' class='line c{index % NUM_COLORS}' opacity={opacity} />"
+    dashes = "" if index < NUM_COLORS else " stroke-dasharray='5 3'"  # the colors come again
+    return f"<polyline points='{line}' class='line c{index % NUM_COLORS}' opacity={opacity}{dashes} />"
 
 
 def _marks(
@@ -163,9 +164,13 @@ def _section(title: str, hint: str, parts: Sequence[str], curves: Sequence[Curve
     if parts:
         body = f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='{title}'>{''.join(parts)}</svg>"
     names = enumerate(html.escape(curve.name) for curve in curves)
-    keys = "".join(f"<span><i class='key c{index % NUM_COLORS}'></i>{name}</span>" for index, name in names)
+    keys = "".join(f"<span><i class='key {_look(index)}'></i>{name}</span>" for index, name in names)
     note = f"<span class=soft>{html.escape(hint)}</span>" if hint else ""
     return f"<section><h2>{title}</h2>{body}<p class=keys>{keys}{note}</p></section>"
+
+
+def _look(index: int) -> str:
+    return f"c{index % NUM_COLORS}" + (" dashed" if index >= NUM_COLORS else "")
 
 
 def _without_missing(curve: Curve) -> Curve:

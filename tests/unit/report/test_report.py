@@ -24,10 +24,10 @@ from areal_rloo.errors import DataError
 from areal_rloo.learner.stretches import begin_stretch
 from areal_rloo.report import page, pages_in, result_in, write_report
 from areal_rloo.report.charts import Curve, line_chart, smoothed, stacked_chart, ticks
+from areal_rloo.telemetry import trace
 from areal_rloo.telemetry.metric import declared_metrics
 from areal_rloo.telemetry.metrics import MetricsFile
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
-from areal_rloo.telemetry import trace
 
 MakeTrainRecord = Callable[..., TrainRecord]
 

@@ -176,7 +176,9 @@ def test_wandb_keeps_the_numbers_offline(
     content = file.read_bytes()  # of messages with plain text: each number is in the history and in the summary
     for name, numbers in (("train/reward_mean", ["0.5", "1", "1"]), ("policy_version", ["1", "2", "2", "2"])):
         kept = re.findall(rb"(?<!/)" + name.encode() + rb"\x82\x01.([0-9.]+)", content, re.DOTALL)
-        assert sorted(kept) == sorted(number.encode() for number in numbers * 2), "a step may come again, and the table has one"
+        assert sorted(kept) == sorted(number.encode() for number in numbers * 2), (
+            "a step may come again, and the table has one"
+        )
     (table,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/samples_*.table.json")
     assert json.loads(table.read_text())["columns"] == list(Row._fields)
 
