@@ -165,7 +165,7 @@ def _section(title: str, hint: str, parts: Sequence[str], curves: Sequence[Curve
         body = f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='{title}'>{''.join(parts)}</svg>"
     names = enumerate(html.escape(curve.name) for curve in curves)
     keys = "".join(f"<span><i class='key {_look(index)}'></i>{name}</span>" for index, name in names)
-    note = f"<span class=soft>{html.escape(hint)}</span>" if hint else ""
+    note = f"<span class='soft note'>{html.escape(hint)}</span>" if hint else ""
     return f"<section><h2>{title}</h2>{body}<p class=keys>{keys}{note}</p></section>"
 
 

@@ -18,7 +18,7 @@ from areal_rloo.config import Config, check_run, load_config
 from areal_rloo.config.resume import changes, shown
 from areal_rloo.errors import ConfigError, DataError
 from areal_rloo.files import write_atomically
-from areal_rloo.inspect.shown import document
+from areal_rloo.inspect.shown import document, number
 from areal_rloo.report.charts import Curve, Point, line_chart
 from areal_rloo.report.curves import STYLE, by_set, drawn, points
 from areal_rloo.telemetry.metric import Declared
@@ -58,8 +58,8 @@ def write_comparison(folders: Sequence[Path], target: Path) -> Path:
     settings = grouped([_read(folder) for folder in folders])
     body = "\n".join(
         [
-            f"<h1>{len(folders)} runs, {len(settings)} settings</h1>",
-            f"<section><h2>Results</h2><table>{''.join(_table(settings))}</table>",
+            f"<h1>{len(folders)} runs, {len(settings)} setting{'s' if len(settings) > 1 else ''}</h1>",
+            f"<section><h2>Results</h2><table class=results>{''.join(_table(settings))}</table>",
             "<p class=soft>mean, and a 95 % interval if a setting has several runs</p></section>",
             f"<div class='charts below'>{''.join(_charts(settings))}</div>",
         ]
@@ -143,8 +143,8 @@ def _table(settings: Sequence[Setting]) -> list[str]:
     rows = [f"<tr>{heads}"]
     for setting in settings:
         cells = [html.escape(setting.name), f"{len(setting.runs)}"]
-        for _, number in columns:
-            values = [value for run in setting.runs if (value := number(run)) is not None and math.isfinite(value)]
+        for _, value_of in columns:
+            values = [value for run in setting.runs if (value := value_of(run)) is not None and math.isfinite(value)]
             cells.append(_cell(values))
         rows.append("<tr>" + "".join(f"<td>{cell}" for cell in cells))
     return rows
@@ -154,7 +154,7 @@ def _cell(values: Sequence[float]) -> str:
     if not values:
         return "-"
     mean, half = mean_with_interval(values)
-    return f"{mean:,.4g}" if not half else f"{mean:,.4g} ± {half:.2g}"
+    return number(mean) if not half else f"{number(mean)} ± {number(half)}"
 
 
 def _accuracy(run: Run, name: str, index: int) -> float | None:
@@ -179,19 +179,23 @@ def _charts(settings: Sequence[Setting]) -> list[str]:
         ]
         charts.append(line_chart(title, curves, hint="band: lowest to highest run"))
         by_time = [
-            Curve(_of_run(setting, run), [(r.wall_s, r.accuracy) for r in by_set(run.evaluations).get(name, [])])
+            Curve(_of_run(setting, run), _by_time(run, by_set(run.evaluations).get(name, [])))
             for setting in settings
             for run in setting.runs
         ]
         charts.append(line_chart(title.replace("by policy version", "by training time, in s"), by_time))
-    for declared in drawn(TrainRecord):
-        if declared.metric.label is None:
-            curves = [
-                _curve(setting.name, [points(run.train, declared.field) for run in setting.runs])
-                for setting in settings
-            ]
-            charts.append(line_chart(_title(declared), curves))
+    fields = {"reward_mean": "Reward of the batch"}
+    fields |= {declared.field: _title(declared) for declared in drawn(TrainRecord) if declared.metric.label is None}
+    for field, title in fields.items():
+        of_settings = [(setting.name, [points(run.train, field) for run in setting.runs]) for setting in settings]
+        charts.append(line_chart(title, [_curve(name, of_runs) for name, of_runs in of_settings]))
     return charts
+
+
+def _by_time(run: Run, evaluations: Sequence[EvalRecord]) -> list[Point]:
+    """Give accuracies by the seconds of training up to their version."""
+    trained_s = {0: 0.0, **{record.policy_version: record.wall_s for record in run.train}}
+    return [(trained_s[r.policy_version], r.accuracy) for r in evaluations if r.policy_version in trained_s]
 
 
 def _curve(name: str, of_runs: Sequence[Sequence[Point]]) -> Curve:
@@ -206,7 +210,7 @@ def _curve(name: str, of_runs: Sequence[Sequence[Point]]) -> Curve:
 
 
 def _of_run(setting: Setting, run: Run) -> str:
-    return setting.name if len(setting.runs) == 1 else f"{setting.name}, seed {run.config.run.seed}"
+    return setting.name if len(setting.runs) == 1 else f"{setting.name}, {run.folder.resolve().name}"
 
 
 def _title(declared: Declared) -> str:

@@ -20,9 +20,10 @@ svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft);
 .unseen { fill: transparent; } circle:hover { fill: var(--ink); opacity: .5; }
 .keys { font-size: .8rem; } .keys span { margin-right: .9rem; white-space: nowrap; }
 .key { display: inline-block; width: .7rem; height: .7rem; border-radius: 2px; margin-right: .35rem; }
-section { overflow-x: auto; } .key.dashed { opacity: .45; }
+section { overflow-x: auto; } .keys .note { white-space: normal; } .key.dashed { opacity: .45; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 td { padding: .15rem 1.6rem .15rem 0; } td + td { text-align: right; padding-right: 0; }
+.results td + td { padding-right: 1.6rem; white-space: nowrap; } .results td:first-child { white-space: nowrap; }
 .below { display: grid; gap: .8rem; margin: .8rem 0; }
 """
 STYLE = _RULES + "\n".join(

@@ -28,7 +28,7 @@ class Cells(html.parser.HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.rows: list[list[str]] = []
-        self.feed(text.partition("<table>")[2].partition("</table>")[0])
+        self.feed(text.partition("<table class=results>")[2].partition("</table>")[0])
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         if tag == "tr":
@@ -49,7 +49,8 @@ def make_run(tmp_path: Path, make_train_record: MakeTrainRecord, eval_record: Ev
         (folder / "config.yaml").write_text(dump_config(config))
         file = MetricsFile(folder / "metrics.jsonl")
         for step in range(1, num_steps + 1):
-            file.append(make_train_record(num_train_steps=step, policy_version=step, reward_mean=0.1 * step))
+            times = {"num_train_steps": step, "policy_version": step, "wall_s": 5.0 * step}
+            file.append(make_train_record(reward_mean=0.1 * step, **times))
         for version, accuracy in enumerate(accuracies):
             file.append(msgspec.structs.replace(eval_record, policy_version=5 * version, accuracy=accuracy))
         file.close()
@@ -87,13 +88,14 @@ def test_the_table_has_means_and_intervals_over_seeds(make_run: MakeRun, tmp_pat
     page = write_comparison(runs, tmp_path / "comparison.html").read_text()
     heads, seeds, other = Cells(page).rows
     assert heads[:5] == ["setting", "runs", "train steps", "first accuracy", "last accuracy"]
-    assert seeds[:5] == ["max_staleness=1", "3", "12", "0.4", "0.8 ± 0.25"]  # 4.303 * 0.1 / sqrt(3)
+    assert seeds[:5] == ["max_staleness=1", "3", "12", "0.4", "0.8 ± 0.248"]  # 4.303 * 0.1 / sqrt(3)
     assert other[:5] == ["max_staleness=0", "1", "3", "0.4", "0.5"]
     assert seeds[5] == "0.75", "the mean reward of steps 3 to 12"
     assert page.count("class='line c0'") > 20
     assert page.count("class='line c1'") > 20
     assert "<polygon" in page, "the range over seeds is an area"
-    assert "max_staleness=1, seed 2" in page, "accuracy by time has a line for each run"
+    by_time = page.partition("by training time, in s</h2>")[2].partition("</section>")[0]
+    assert "max_staleness=1, s2 at 25: 0.9" in by_time, "a line for each run, by the time of the version"
 
 
 def test_the_interval_is_students(make_run: MakeRun) -> None:
@@ -109,9 +111,8 @@ def test_the_interval_is_students(make_run: MakeRun) -> None:
 def test_runs_of_different_length_share_the_versions_that_all_have(make_run: MakeRun, tmp_path: Path) -> None:
     runs = [make_run("long", "run.seed=1", num_steps=12), make_run("short", "run.seed=2", num_steps=5)]
     page = write_comparison(runs, tmp_path / "comparison.html").read_text()
-    reward = page.partition("<h2>Reward")[2].partition("</section>")[0] or page
-    assert "at 5:" in reward
-    assert "at 6:" not in page.partition("Entropy")[2].partition("</section>")[0]
+    reward = page.partition("<h2>Reward of the batch")[2].partition("</section>")[0]
+    assert "at 5:" in reward and "at 6:" not in reward
 
 
 def test_the_command_compares_several_folders_and_refuses_others(make_run: MakeRun, tmp_path: Path) -> None:
