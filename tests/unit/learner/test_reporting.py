@@ -33,7 +33,7 @@ def test_a_rate_counts_the_tokens_since_the_previous_record(
         health=Health(load_config("quickstart.yaml")),
         records=(),
         totals=Totals(generated_tokens=before),
-        checkpoints=Checkpoints(tmp_path, keep=1),
+        checkpoints=Checkpoints(tmp_path),
         config=load_config("quickstart.yaml"),
     )
     reporter.start_clock()
@@ -69,7 +69,7 @@ def test_totals_stay_within_what_a_checkpoint_can_hold(tmp_path: Path, ledger_co
         health=Health(load_config("quickstart.yaml")),
         records=(),
         totals=Totals(generated_tokens=2**53 - 1, rollout_idle_s=1e12, rollout_busy_s=1e12, decoding_s=1e12),
-        checkpoints=Checkpoints(tmp_path, keep=1),
+        checkpoints=Checkpoints(tmp_path),
         config=load_config("quickstart.yaml"),
     )
     reporter.start_clock()
