@@ -123,7 +123,7 @@ class CheckpointConfig(Section, frozen=True):
     every_n_steps: Natural = 50  # and after the first step; 0: only at the end and on drain
     keep: PositiveInt = 2  # the newest
     keep_best: bool = True  # also the checkpoint with the best held-out accuracy: a policy may collapse over night
-    keep_every_n_steps: Natural = 0  # also those of every Kth step; 0: none
+    keep_every_n_steps: Natural = 0  # also those of every Kth step, a multiple of every_n_steps; 0: none
     # Save the tokens of unfinished samples, too, and continue these samples after a resume. For this, a server aborts
     # its requests at every checkpoint, and computes their cache again.
     partial_rollouts: bool = True
@@ -254,6 +254,12 @@ def validate(config: Config) -> None:
 
 
 def _mistakes(config: Config) -> Iterator[str]:
+    every, kept = config.checkpoint.every_n_steps, config.checkpoint.keep_every_n_steps
+    if kept and (every == 0 or kept % every):
+        yield (
+            f"checkpoint.keep_every_n_steps: expected a multiple of checkpoint.every_n_steps={every}, got {kept}; "
+            "other steps have no checkpoint"
+        )
     yield from _name_mistakes(config.run.name)
     yield from path_mistakes("run.folder", config.run.folder)
     yield from path_mistakes("model.path", config.model.path)

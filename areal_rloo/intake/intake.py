@@ -20,6 +20,7 @@ from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.lies import Lies
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.intake.reward_failures import RewardFailures
+from areal_rloo.telemetry import trace
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.records import LedgerCounts
 from areal_rloo.trajectory import Group
@@ -79,6 +80,7 @@ class Intake:
         self.fleet = Fleet(most_samples=config.capacity_samples, num_expected=config.rollout.num_workers)
         self.draining = self._stopping = False
         self.history, (self.learner_id, _) = history, history[-1]
+        trace.record("intake", "begins", learner=self.learner_id)
         self._offers, self._num_truncated = offers, num_truncated
         self._policy_version = self._published = policy_version
         self._wire, self._lease_timeout_s = config.wire, config.lease_timeout_s

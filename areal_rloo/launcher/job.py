@@ -148,8 +148,9 @@ class Job:
         if restored:  # the learner has not begun: there is nothing new to report
             return code
         try:
-            for words in (*result_in(self._folder), *pages_in(self._folder)):
-                progress.say(words)
+            for told in (result_in, pages_in):
+                for words in told(self._folder):
+                    progress.say(words)
         except Exception as error:  # noqa: BLE001 - the run has ended well, with or without a report
             words = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             progress.say(f"no report: {words}")

@@ -16,7 +16,7 @@ import hashlib
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
@@ -26,7 +26,7 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from areal_rloo.config import CheckpointConfig, Config, dump_config
+from areal_rloo.config import Config, dump_config
 from areal_rloo.config.reading import parse
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import CheckpointError, ConfigError, DecodeError, ModelError
@@ -76,12 +76,13 @@ class Checkpoints:
         config: Config,
         team: Team,
         tokenizer: PreTrainedTokenizerBase,
-        evaluations: Sequence[EvalRecord] = (),
+        evaluations: Callable[[], Sequence[EvalRecord]] = tuple,
     ) -> None:
         """Copy the current state and start writing; first wait for the previous write. Later prune old checkpoints.
 
         If memory has no room for the copy, return when the checkpoint is written. If writing fails, the failure is
-        logged and counted, and training continues. `evaluations`: all of the run, also those that end later.
+        logged and counted, and training continues. `evaluations` gives those to compare, when the checkpoint is
+        written.
         """
         self.wait()
         target = checkpoint_path(self.folder, state.policy_version)
@@ -112,7 +113,7 @@ class Checkpoints:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 return
             self._newest_is_whole = True
-            spared = worth_keeping(list_checkpoints(self.folder), evaluations, config.checkpoint)
+            spared = worth_keeping(list_checkpoints(self.folder), evaluations(), config)
             prune(target, keep=config.checkpoint.keep, spared=spared)
 
         self._writing = self._writer.submit(write)
@@ -164,20 +165,20 @@ class Checkpoints:
         return None
 
 
-def worth_keeping(versions: Collection[int], evaluations: Iterable[EvalRecord], config: CheckpointConfig) -> set[int]:
+def worth_keeping(versions: Collection[int], evaluations: Iterable[EvalRecord], config: Config) -> set[int]:
     """Return the versions to keep, however old.
 
-    The best has the highest accuracy, as a mean over the evaluation sets; the newest of equals. Versions without an
-    evaluation on every set are not compared.
+    The best has the highest accuracy, as a mean over the evaluation sets of the config; the newest of equals. Versions
+    without an evaluation on every set are not compared.
     """
-    every, accuracies = config.keep_every_n_steps, defaultdict[int, dict[str, float]](dict)
+    every, accuracies = config.checkpoint.keep_every_n_steps, defaultdict[int, dict[str, float]](dict)
+    sets = {source.label for source in config.data.eval_sources}
     kept = {version for version in versions if every > 0 and version % every == 0}
-    for record in list(evaluations):
-        if record.policy_version in versions and math.isfinite(record.accuracy):
+    for record in evaluations:
+        if record.policy_version in versions and record.name in sets and math.isfinite(record.accuracy):
             accuracies[record.policy_version][record.name] = record.accuracy
-    num_sets = max(map(len, accuracies.values()), default=0)
-    whole = [(fmean(by_set.values()), version) for version, by_set in accuracies.items() if len(by_set) == num_sets]
-    return kept | {version for _, version in [max(whole)] if config.keep_best} if whole else kept
+    whole = [(fmean(by_set.values()), version) for version, by_set in accuracies.items() if by_set.keys() == sets]
+    return kept | {max(whole)[1]} if whole and config.checkpoint.keep_best else kept
 
 
 def _say_resumed(version: int, damaged: Mapping[Path, str]) -> None:

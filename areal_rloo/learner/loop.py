@@ -109,7 +109,7 @@ class Learner:
             base=self.train_step.team.own.base,
             **self.intake.snapshot(capture).encoded(),
         )
-        self.checkpoints.save(state, self.config, self.train_step.team, self.tokenizer, self.reporter.evaluations)
+        self.checkpoints.save(state, self.config, self.train_step.team, self.tokenizer, self.reporter.comparable)
 
     def _train(self, batch: list[Group], wait_s: float) -> None:
         if self.batches is not None:  # before the step, which may end the learner

@@ -156,6 +156,11 @@ class Reporter:
         self._steps_left = self.config.learner.num_train_steps - policy_version
         self._look(record)
 
+    def comparable(self) -> list[EvalRecord]:
+        """Return the evaluations since the last change of their set; safe on any thread."""
+        after = self.health.breaks.evaluations_after
+        return [record for record in self.evaluations.copy() if record.policy_version > after(record.name)]
+
     def pace(self) -> PaceStatistics:
         """Return the pace of the run; safe on any thread."""
         return PaceStatistics(

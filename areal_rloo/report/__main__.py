@@ -30,7 +30,7 @@ def main() -> int:
             raise DataError("--output: expected several run folders; the report of one is in the folder of the run")
         else:
             print(write_report(first))  # noqa: T201
-            if (first / FOLDER_NAME).is_dir():
+            if any((first / FOLDER_NAME).glob("*.jsonl")):
                 print(write_perfetto(first))  # noqa: T201
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 from areal_rloo.config import Config, check_run, load_config
-from areal_rloo.config.resume import changes, shown
+from areal_rloo.config.resume import Change, changes, shown
 from areal_rloo.errors import ConfigError, DataError
 from areal_rloo.files import write_atomically
 from areal_rloo.inspect.shown import document, number
@@ -50,11 +51,12 @@ class Setting:
 
 
 def write_comparison(folders: Sequence[Path], target: Path) -> Path:
-    """Write the page of several runs; returns its path.
+    """Write the page of several runs; returns its path. A folder named twice, or by a link, is a single run.
 
     Raises:
         DataError: a folder holds no run, or its files cannot be read; or the page cannot be written.
     """
+    folders = list({folder.resolve(): folder for folder in folders if folder.resolve() != target.resolve()}.values())
     settings = grouped([_read(folder) for folder in folders])
     body = "\n".join(
         [
@@ -80,8 +82,16 @@ def grouped(runs: Sequence[Run]) -> list[Setting]:
             groups.append([run])
         else:
             same.append(run)
-    keys = list(dict.fromkeys(key for group in groups for key in _differences(groups[0][0].config, group[0].config)))
-    return [Setting(_name(group, keys), group) for group in groups]
+    options = [_differences(groups[0][0].config, group[0].config) for group in groups]
+    keys = list(dict.fromkeys(key for of_group in options for key in of_group))
+    first = {key: before for of_group in options for key, (before, _) in of_group.items()}
+    values = [{key: of_group[key][1] if key in of_group else first[key] for key in keys} for of_group in options]
+    names = [_name(of_group, _MOST_KEYS) for of_group in values]
+    if len({*names}) < len(names):  # the first options do not tell the settings apart
+        names = [_name(of_group, len(keys)) for of_group in values]
+    if not keys:
+        names = [groups[0][0].folder.resolve().name if len(groups[0]) == 1 else "all runs"]
+    return [Setting(name, group) for name, group in zip(names, groups, strict=True)]
 
 
 def mean_with_interval(values: Sequence[float]) -> tuple[float, float | None]:
@@ -104,24 +114,19 @@ def _read(folder: Path) -> Run:
     return Run(folder, config, train, [record for record in records if isinstance(record, EvalRecord)])
 
 
-def _differences(before: Config, now: Config) -> dict[str, object]:
-    """Return the different options with an effect, with the value now."""
-    return {c.key: c.now for c in changes(before, now) if c.rule.effect != "exact" and c.key != "run.seed"}
+def _differences(before: Config, now: Config) -> dict[str, tuple[Any, Any]]:
+    """Return the different options with an effect: both values."""
+    found = changes(before, now)
+    return {change.key: (change.before, change.now) for change in found if _has_effect(change)}
 
 
-def _name(group: Sequence[Run], keys: Sequence[str]) -> str:
-    if not keys:
-        return group[0].folder.resolve().name if len(group) == 1 else "all runs"
-    values = [f"{key.rpartition('.')[2]}={shown(_value(group[0].config, key))}" for key in keys[:_MOST_KEYS]]
-    return ", ".join([*values, *(["..."] if len(keys) > _MOST_KEYS else [])])
+def _has_effect(change: Change) -> bool:
+    return change.rule.effect != "exact" and change.key != "run.seed"
 
 
-def _value(config: Config, key: str) -> object:
-    """Return the value of a key; None where a section is missing."""
-    value: object = config
-    for part in key.split("."):
-        value = value[int(part)] if isinstance(value, tuple) and int(part) < len(value) else getattr(value, part, None)
-    return value
+def _name(options: Mapping[str, Any], most: int) -> str:
+    values = [f"{key.rpartition('.')[2]}={shown(value)}" for key, value in options.items()]
+    return ", ".join([*values[:most], *(["..."] if len(values) > most else [])])
 
 
 def _table(settings: Sequence[Setting]) -> list[str]:

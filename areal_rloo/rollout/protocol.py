@@ -91,7 +91,7 @@ class WorkerProtocol:
         self._heartbeat_s, self._max_batch_bytes = heartbeat_s, max_batch_bytes
         self._most_unanswered = math.ceil(heartbeat_timeout_s / heartbeat_s)
         self._num_unanswered = 0  # heartbeats since the learner's last message; a stopped process sends none
-        self._learner_id: str | None = None
+        self.learner_id: str | None = None
         self._history: wire.History = ()
         self._weights: tuple[str | None, int] = (None, 0)  # of the engine: publisher and version
         self._newest_lease = self._newest_offer = 0  # of this learner
@@ -146,13 +146,13 @@ class WorkerProtocol:
 
     def tell_partials(self, partials: Mapping[Duty, bytes]) -> None:
         """Tell the learner what the running duties have so far: as the answer to its call, or before a Goodbye."""
-        if self._learner_id is None:
+        if self.learner_id is None:
             return
         call, self._partials_call = self._partials_call or 0, None
         running = ((duty, turns) for duty, turns in partials.items() if duty in self._running)
         messages = in_messages(running, max_bytes=self._max_batch_bytes)
         for number, message in enumerate(messages, 1):
-            self._partials.append(wire.Partials(self._learner_id, call, message, last=number == len(messages)))
+            self._partials.append(wire.Partials(self.learner_id, call, message, last=number == len(messages)))
 
     # -- messages of the learner ---------------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class WorkerProtocol:
             case wire.Ack():
                 kept = self._outbox.pop(message.number, None)
                 self._num_results -= kept is not None and isinstance(kept.message, wire.Results)
-            case _ if message.learner_id != self._learner_id:
+            case _ if message.learner_id != self.learner_id:
                 pass  # the ids are those of another learner
             case wire.Leases():
                 orders.start = [lease for lease in message.leases if lease.lease_id > self._newest_lease]
@@ -199,9 +199,9 @@ class WorkerProtocol:
 
     def _meet(self, message: wire.Welcome, engine: EngineState, orders: Orders) -> None:
         """Compare the learner and its history with this worker's weights, and with the learner before."""
-        if message.learner_id != self._learner_id:
+        if message.learner_id != self.learner_id:
             self._forget_learner(orders)
-            self._learner_id, self._history = message.learner_id, message.history
+            self.learner_id, self._history = message.learner_id, message.history
             self._check_history(engine)
 
     def _forget_learner(self, orders: Orders) -> None:
@@ -209,20 +209,20 @@ class WorkerProtocol:
 
         Nothing of the other learner counts before its Welcome, which tells if this worker's weights are of use.
         """
-        if self._learner_id is not None:
+        if self.learner_id is not None:
             logger.info("the learner restarted: give up %d duties of the learner before", len(self.duties))
         orders.cancel += self._running
         self._running.clear()
         self._ready.clear()
         self._outbox.clear()
         self._partials.clear()
-        self._learner_id, self._call, self._partials_call, self._wants_hello = None, None, None, True
+        self.learner_id, self._call, self._partials_call, self._wants_hello = None, None, None, True
         self._num_results = self._newest_lease = self._newest_offer = 0
 
     def _check_history(self, engine: EngineState) -> None:
         self._note_weights(engine)
         publisher, version = self._weights
-        if self._learner_id is not None and not wire.is_of(self._history, publisher, version):
+        if self.learner_id is not None and not wire.is_of(self._history, publisher, version):
             raise WentBackError(
                 f"the learner began with version {self._history[-1][1]}; this worker has version {version} of learner "
                 f"{publisher}; the two histories have diverged, so this worker restarts"
@@ -234,7 +234,7 @@ class WorkerProtocol:
 
     def _compare(self, reply: wire.HeartbeatReply, orders: Orders) -> None:
         """Notice what was lost: everything sent before the heartbeat has an answer before the reply."""
-        if reply.learner_id != self._learner_id:
+        if reply.learner_id != self.learner_id:
             self._forget_learner(orders)
             return
         for kept in self._outbox.values():
@@ -254,11 +254,11 @@ class WorkerProtocol:
         messages: list[wire.WorkerMessage] = []
         if self._wants_hello and now_s >= self._hello_due_s:
             messages.append(self._hello(now_s, engine))
-        if self._learner_id is not None:
+        if self.learner_id is not None:
             if self._call is not None and self._receiving is None:
-                messages.append(wire.WeightsReady(self._learner_id, self._call))
+                messages.append(wire.WeightsReady(self.learner_id, self._call))
                 self._call = None
-            self._collect_results(self._learner_id)
+            self._collect_results(self.learner_id)
             for kept in self._outbox.values():
                 if kept.mark is None:
                     kept.mark = self._number
@@ -287,7 +287,7 @@ class WorkerProtocol:
 
     def goodbye(self, engine: EngineState, *, failed: bool) -> wire.Goodbye:
         """Return the last message; `failed`: an error ends the worker."""
-        return wire.Goodbye(self._learner_id, engine.work, failed)
+        return wire.Goodbye(self.learner_id, engine.work, failed)
 
     def _hello(self, now_s: float, engine: EngineState) -> wire.Hello:
         self._hello_due_s = now_s + _HELLO_EVERY * self._heartbeat_s  # a Hello may be lost, or its Welcome
@@ -297,7 +297,7 @@ class WorkerProtocol:
             incarnation=self._incarnation,
             capacity_samples=self._capacity_samples,
             policy_version=engine.ready_version,
-            learner_id=self._learner_id,
+            learner_id=self.learner_id,
             number=self._hello_number,
             newest_lease=self._newest_lease,
             duties=tuple(self.duties),
@@ -306,7 +306,7 @@ class WorkerProtocol:
 
     def _heartbeat(self, engine: EngineState) -> wire.Heartbeat:
         return wire.Heartbeat(
-            learner_id=self._learner_id,
+            learner_id=self.learner_id,
             number=self._next_number(),
             newest_lease=self._newest_lease,
             # Results on the way are left out: the learner has them before this heartbeat, unless they are lost.
@@ -325,7 +325,7 @@ class WorkerProtocol:
     def _answer(self, notice: wire.WeightsNotice, made: Callable[[int], wire.NumberedMessage]) -> None:
         if notice is self._receiving:
             self._receiving = None
-        if notice.learner_id != self._learner_id:
+        if notice.learner_id != self.learner_id:
             return  # no offer of this learner
         number = self._next_number()
         self._outbox[number] = _Sent(made(number))

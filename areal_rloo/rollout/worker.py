@@ -226,7 +226,8 @@ class RolloutWorker:
             journal=journal,
         )
         try:
-            with sample_span("episode", engine.name, lease=duty.lease_id, purpose=duty.purpose):
+            of_learner = {"learner": self._protocol.learner_id or "", "purpose": duty.purpose}
+            with sample_span("episode", engine.name, lease=duty.lease_id, **of_learner):
                 given = await run_episode(self._episode, sample, engine, self._rewards, self._chat, self._deadlines)
             trajectories, num_bytes = checked_trajectories(sample, given, self._limits)
         except asyncio.CancelledError:

@@ -104,8 +104,8 @@ def cut_records(path: Path, policy_version: int) -> None:
 def thin_records(path: Path) -> None:
     """Remove every second version of the older three quarters, for a long run: the newest versions stay dense.
 
-    The first version stays. The kept records replace the file atomically; a reader goes on with the old file. Close the
-    writing end before, and open it after. Raises OSError if the disk refuses; the file is unchanged then.
+    The first version stays. The kept records replace the file atomically; a reader goes on with the old file. Open the
+    writing end again after. Raises OSError if the disk refuses; the file is unchanged then.
     """
     with open_regular(path) as source:
         versions = sorted({version for line in source if (version := _version_of(line)) is not None})

@@ -58,7 +58,8 @@ class _File:
         self._file: RecordFile | None = RecordFile(path)
         self._path, self._left_bytes = path, MOST_BYTES - path.stat().st_size
         self._lock, self._lines, self._num_bytes = threading.Lock(), list[bytes](), 0
-        self._written_s = 0.0  # long ago: the first line is on the disk at once
+        self._over = threading.Event()
+        threading.Thread(target=self._write_often, name="trace", daemon=True).start()
         self.add(Beginning(process, _host(), time.time(), time.monotonic()))  # noqa: TID251 - compares clocks of hosts
 
     def add(self, record: Beginning | Span) -> None:
@@ -66,18 +67,25 @@ class _File:
         with self._lock:
             self._lines.append(line)
             self._num_bytes += len(line)
-            if self._num_bytes > _BLOCK_BYTES or time.monotonic() > self._written_s + _WRITE_EVERY_S:
+            if self._num_bytes > _BLOCK_BYTES:
                 self._write()
 
     def close(self) -> None:
+        self._over.set()
         with self._lock:
             self._write()
             self._end()
 
+    def _write_often(self) -> None:
+        """Write at times: the last spans of a process that hangs, or is killed, are on the disk."""
+        while not self._over.wait(_WRITE_EVERY_S):
+            with self._lock:
+                self._write()
+
     def _write(self) -> None:
         lines, num_bytes = b"".join(self._lines), self._num_bytes
-        self._lines, self._num_bytes, self._written_s = [], 0, time.monotonic()
-        if self._file is None:
+        self._lines, self._num_bytes = [], 0
+        if self._file is None or not lines:
             return
         try:
             if num_bytes > self._left_bytes:

@@ -40,7 +40,7 @@ class Row(NamedTuple):
     reward: float | None
     advantage: float | None
     staleness: int | None
-    ends: str  # finish reason, or the reason of a drop
+    ends: str  # finish reason
 
 
 class _TensorBoard:

@@ -149,25 +149,33 @@ def main(arguments: Sequence[str]) -> None:
         for record in tail.read():
             tracker.log(dict(numbers_of(record, names=config.telemetry.tracker_names)), record.policy_version)
         for step, rows in tables.read(ends=is_last):
-            tracker.table(rows, step)
+            try:
+                tracker.table(rows, step)
+            except Exception as error:  # noqa: BLE001 - of a library, a disk, a server: the numbers go on
+                print(f"no more tables of samples: {type(error).__name__}: {error}", flush=True)  # noqa: T201
+                tables = Tables(None)
+                break
     tracker.close()
 
 
 class Tables:
-    """Chooses a few samples of every 10th step, and of the last."""
+    """Chooses a few trained samples of every 10th step, and of the last; none without a tail."""
 
-    def __init__(self, tail: TrajectoryTail) -> None:
+    def __init__(self, tail: TrajectoryTail | None) -> None:
         self._tail, self._given = tail, -_TABLE_EVERY
         self._step, self._rows = -1, list[Row]()  # the newest step so far, perhaps without its last samples
 
     def read(self, *, ends: bool) -> list[tuple[int, list[Row]]]:
         """Give the complete tables, by step."""
         tables = []
-        for record in self._tail.read():
+        for record in () if self._tail is None else self._tail.read():
             step = record.policy_version + 1
+            if record.dropped is not None:
+                continue
             if step != self._step:
                 if self._step >= self._given + _TABLE_EVERY:
                     tables.append(self._take())
+                self._given = min(self._given, step - 1)  # a learner that went back
                 self._step, self._rows = step, []
             if len(self._rows) < _MOST_ROWS:
                 self._rows.append(_row(record))
@@ -189,7 +197,7 @@ def _row(record: TrajectoryRecord) -> Row:
         reward=record.reward,
         advantage=record.advantage,
         staleness=record.staleness,
-        ends=record.dropped or record.finish_reason,
+        ends=record.finish_reason,
     )
 
 

@@ -121,25 +121,29 @@ class TrajectoryFile:
 
     def __init__(self, path: Path, *, most_bytes: int = sys.maxsize) -> None:
         self._path, self._most_bytes = path, most_bytes
-        self._file = RecordFile(path)
+        self._file: RecordFile | None = RecordFile(path)
 
     def append(self, records: Iterable[TrajectoryRecord]) -> None:
+        self._file = self._file or RecordFile(self._path)
         self._file.append(b"".join(_line(record) for record in records))
         if self._file.num_bytes > self._most_bytes:
-            self._thin()
+            self._thin(self._file)
 
-    def _thin(self) -> None:
-        self._file.close()
+    def _thin(self, file: RecordFile) -> None:
+        self._file, num_bytes = None, file.num_bytes
+        file.close()
         try:
             thin_records(self._path)
+            self._file = RecordFile(self._path)  # else the next append tries again
+            num_bytes = self._file.num_bytes
         except OSError as error:
             logger.warning("%s cannot be made smaller: %s", self._path, error)
-        self._file = RecordFile(self._path)
         # If a few long steps fill the file, or the disk refuses, try again when the file has grown.
-        self._most_bytes = max(self._most_bytes, self._file.num_bytes + self._file.num_bytes // 4)
+        self._most_bytes = max(self._most_bytes, num_bytes + num_bytes // 4)
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 class TrajectoryTail:
@@ -157,8 +161,10 @@ class TrajectoryTail:
         with open_regular(self._path) as file:
             self._position = min(self._position, os.fstat(file.fileno()).st_size)
             file.seek(self._position)
-            whole, newline, _ = file.read(_MOST_READ_BYTES).rpartition(b"\n")
-        self._position += len(whole) + len(newline)
+            block = file.read(_MOST_READ_BYTES)
+        whole, newline, _ = block.rpartition(b"\n")
+        # A line longer than a block is left out: the end alone is no record.
+        self._position += len(block) if len(block) == _MOST_READ_BYTES and not newline else len(whole) + len(newline)
         found = []
         for line in whole.splitlines():
             with contextlib.suppress(DecodeError):

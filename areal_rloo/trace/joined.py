@@ -9,8 +9,8 @@ direction.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,12 +19,18 @@ from areal_rloo.decoding import from_json
 from areal_rloo.errors import DataError, DecodeError
 from areal_rloo.files import open_regular
 from areal_rloo.telemetry.logs import get_logger
-from areal_rloo.telemetry.trace import FOLDER_NAME, MOST_BYTES, SAMPLES, Beginning, Detail, Span
+from areal_rloo.telemetry.trace import FOLDER_NAME, SAMPLES, Beginning, Detail, Span
 
 logger = get_logger(__name__)
 
-Lease = tuple[int, int, int]
-"""(group id, sample index, lease id): a sample may be leased again."""
+
+class Lease(NamedTuple):
+    """A lease of a sample, which may be leased again. Each learner counts its leases."""
+
+    learner: str
+    group: int
+    sample_index: int
+    lease_id: int
 
 
 class Event(NamedTuple):
@@ -36,6 +42,7 @@ class Event(NamedTuple):
     began_s: float  # 0: the first event of the run
     seconds: float
     details: dict[str, Detail]
+    learner: str = ""  # of a span in a learner: the id of this start
 
     @property
     def ended_s(self) -> float:
@@ -50,37 +57,33 @@ class _Start:
     spans: list[Span]
 
     @property
+    def learner(self) -> str:
+        """The id of the learner; empty in another process."""
+        begins = (span for span in self.spans if (span.track, span.name) == ("intake", "begins"))
+        return next((str(span.details["learner"]) for span in begins), "")
+
+    @property
     def wall_offset_s(self) -> float:
         return self.beginning.wall_s - self.beginning.monotonic_s
 
 
-def read_traces(run_folder: Path) -> list[Event]:
-    """Return all events of a run, in order of their beginnings.
+def read_traces(run_folder: Path, *, most_bytes: int = sys.maxsize) -> list[Event]:
+    """Return all events of a run, in order of their beginnings; of longer files, those of the first bytes.
 
     Raises:
         DataError: the folder has no trace.
     """
     files = sorted((run_folder / FOLDER_NAME).glob("*.jsonl"))
-    most_bytes = MOST_BYTES // max(1, len(files))  # Perfetto opens no more in a browser
-    for path in files:
-        if path.stat().st_size > most_bytes:
-            logger.warning("%s: only the first %s bytes are read", path, f"{most_bytes:,}")
-    starts = [start for path in files for start in _starts(path, most_bytes)]
+    starts = [start for path, share in _shares(files, most_bytes).items() for start in _starts(path, share)]
     if not any(start.spans for start in starts):
         raise DataError(f"{run_folder}: no traces here; expected {FOLDER_NAME}/ of a run with telemetry.trace=true")
-    offsets = _offsets(starts)
-    events = [
-        Event(
-            start.beginning.process,
-            span.track,
-            span.name,
-            span.began_s + offsets[start.beginning.host],
-            span.seconds,
-            span.details,
-        )
-        for start in starts
-        for span in start.spans
-    ]
+    offsets, events = _offsets(starts), list[Event]()
+    for start in starts:
+        process, learner, offset_s = start.beginning.process, start.learner, offsets[start.beginning.host]
+        events += [
+            Event(process, span.track, span.name, span.began_s + offset_s, span.seconds, span.details, learner)
+            for span in start.spans
+        ]
     first_s = min(event.began_s for event in events)
     moved = [event._replace(began_s=event.began_s - first_s) for event in events]
     return sorted(moved, key=lambda event: event.began_s)
@@ -92,14 +95,25 @@ def lease_of(details: dict[str, Detail]) -> Lease | None:
     if not isinstance(sample, str) or not isinstance(lease, int) or details.get("purpose") != "train":
         return None
     group, index, _ = sample.split("/")
-    return int(group), int(index), lease
+    return Lease(str(details.get("learner", "")), int(group), int(index), lease)
 
 
-def leases_of(details: dict[str, Detail]) -> list[Lease]:
+def leases_of(learner: str, details: dict[str, Detail]) -> list[Lease]:
     """Return the leases of a moment of the intake: samples that were leased, or have arrived."""
     group, samples, lease = details["group"], details["samples"], details["lease"]
     assert isinstance(group, int) and isinstance(lease, int) and isinstance(samples, list), "as the intake records"
-    return [(group, index, lease) for index in samples]
+    return [Lease(learner, group, index, lease) for index in samples]
+
+
+def _shares(files: Sequence[Path], most_bytes: int) -> dict[Path, int]:
+    """Deal out the bytes to read: short files are whole, and the longest share the rest."""
+    sizes, shares = {path: path.stat().st_size for path in files}, dict[Path, int]()
+    for number, path in enumerate(sorted(files, key=sizes.__getitem__)):
+        shares[path] = min(sizes[path], most_bytes // (len(files) - number))
+        most_bytes -= shares[path]
+        if shares[path] < sizes[path]:
+            logger.warning("%s: only the first %s bytes are read", path, f"{shares[path]:,}")
+    return shares
 
 
 def _starts(path: Path, most_bytes: int) -> Iterator[_Start]:
@@ -127,8 +141,7 @@ def _offsets(starts: list[_Start]) -> dict[str, float]:
     """Return the seconds to add to the monotonic times of each host; 0 for the learner's."""
     learner = next((start for start in starts if start.beginning.process == "learner"), starts[0])
     own = learner.beginning.host
-    granted = _moments(starts, own, "granted")
-    arrived = _moments(starts, own, "arrived")
+    granted, arrived = _moments(starts, own, "granted"), _moments(starts, own, "arrived")
     offsets = {own: 0.0}
     for host in {start.beginning.host for start in starts} - {own}:
         there = [start for start in starts if start.beginning.host == host]
@@ -146,14 +159,12 @@ def _offsets(starts: list[_Start]) -> dict[str, float]:
 
 
 def _moments(starts: list[_Start], host: str, name: str) -> dict[Lease | None, float]:
-    """Return when a lease was granted, or a sample arrived. Leave out leases counted again by a restarted learner."""
-    moments = [
-        (lease, span.began_s)
+    """Return when each lease was granted on a host, or the sample arrived."""
+    return {
+        lease: span.began_s
         for start in starts
         if start.beginning.host == host
         for span in start.spans
         if span.track == "intake" and span.name == name
-        for lease in leases_of(span.details)
-    ]
-    times = Counter(lease for lease, _ in moments)
-    return {lease: began_s for lease, began_s in moments if times[lease] == 1}
+        for lease in leases_of(start.learner, span.details)
+    }

@@ -24,40 +24,38 @@ class Life:
 
 
 def lives(events: Sequence[Event]) -> list[Life]:
-    """Return the lives of all train samples, by lease. A restarted learner counts leases anew."""
-    found: dict[Lease, list[Life]] = defaultdict(list)
+    """Return the lives of all train samples, in the order of the leases."""
+    found: dict[Lease, Life] = {}
     stages: dict[object, list[Event]] = defaultdict(list)
-    taken: dict[int, Event] = {}
+    taken: dict[tuple[str, int], Event] = {}
     for event in events:
         if event.track == SAMPLES and event.name == "episode":
             if (lease := lease_of(event.details)) is not None:
-                if not found[lease] or found[lease][-1].episode is not None:
-                    found[lease].append(Life(lease))
-                found[lease][-1].episode = event
+                found.setdefault(lease, Life(lease)).episode = event
         elif event.track == SAMPLES:
             stages[event.process, event.details["sample"]].append(event)
         elif event.track == "intake" and event.name == "taken":
-            taken |= dict.fromkeys(_numbers(event.details["groups"]), event)
-        elif event.track == "intake":
-            for lease in filter(_is_train, leases_of(event.details)):
+            taken |= {(event.learner, group): event for group in _numbers(event.details["groups"])}
+        elif event.track == "intake" and event.name in {"granted", "arrived"}:
+            for lease in filter(_is_train, leases_of(event.learner, event.details)):
+                life = found.setdefault(lease, Life(lease))
                 if event.name == "granted":
-                    found[lease].append(Life(lease, event.began_s))
-                elif found[lease]:
-                    found[lease][-1].arrived_s = event.began_s
-    all_lives = [life for lease in sorted(found) for life in found[lease]]
-    for life in all_lives:
-        life.taken = taken.get(life.lease[0]) if life.arrived_s is not None else None
+                    life.granted_s = event.began_s
+                else:
+                    life.arrived_s = event.began_s
+    for life in found.values():
+        life.taken = taken.get((life.lease.learner, life.lease.group)) if life.arrived_s is not None else None
         if (episode := life.episode) is not None:
             of_sample = stages[episode.process, episode.details["sample"]]
             life.stages = [stage for stage in of_sample if episode.began_s <= stage.began_s <= episode.ended_s]
-    return all_lives
+    return list(found.values())
 
 
 def life_of(events: Sequence[Event], sample_id: SampleId) -> list[str]:
     """Describe all lives of a sample, a line for each stage: seconds since the lease, name, duration."""
     lines: list[str] = []
     for life in lives(events):
-        if life.lease[:2] == sample_id:
+        if (life.lease.group, life.lease.sample_index) == sample_id:
             lines += _lines(life)
     return lines
 
@@ -69,7 +67,7 @@ def _lines(life: Life) -> Iterable[str]:
     def line(at_s: float, text: str, seconds: float | None = None) -> str:
         return f"{at_s - start_s:9.3f} s  {text}" + ("" if seconds is None else f", {seconds:.3f} s")
 
-    yield f"lease {life.lease[2]}, {start_s:.3f} s after the start of the trace"
+    yield f"lease {life.lease.lease_id}, {start_s:.3f} s after the start of the trace"
     if life.episode is not None:
         yield line(life.episode.began_s, f"begins at {life.episode.process}")
         for stage in life.stages:
@@ -84,7 +82,7 @@ def _lines(life: Life) -> Iterable[str]:
 
 
 def _is_train(lease: Lease) -> bool:
-    return purpose_of(lease[0]) == "train"
+    return purpose_of(lease.group) == "train"
 
 
 def _numbers(detail: object) -> list[int]:

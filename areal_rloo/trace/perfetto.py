@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ import msgspec
 
 from areal_rloo.errors import DataError
 from areal_rloo.files import replacing
-from areal_rloo.telemetry.trace import SAMPLES
+from areal_rloo.telemetry.trace import MOST_BYTES, SAMPLES
 from areal_rloo.trace.joined import Event, read_traces
 from areal_rloo.trace.lives import Life, lives
 
@@ -36,7 +37,7 @@ def write_perfetto(run_folder: Path) -> Path:
     Raises:
         DataError: the run has no traces, or the disk refuses the file.
     """
-    events = read_traces(run_folder)
+    events = read_traces(run_folder, most_bytes=MOST_BYTES)
     path = run_folder / FILE_NAME
     try:
         with replacing(path) as target, gzip.open(target, "wb", compresslevel=5) as file:
@@ -84,15 +85,15 @@ def _wait(life: Life) -> Iterator[Event]:
     """Give the time between the arrival of a sample and the step of the group."""
     if life.arrived_s is not None and life.taken is not None:
         seconds = life.taken.began_s - life.arrived_s
-        details = {"group": life.lease[0], "step": life.taken.details["step"]}
-        yield Event(life.taken.process, _GROUPS, f"group {life.lease[0]}", life.arrived_s, seconds, details)
+        details, group = {"step": life.taken.details["step"]}, f"group {life.lease.group}"
+        yield Event(life.taken.process, _GROUPS, group, life.arrived_s, seconds, details, life.taken.learner)
 
 
 def _whole_groups(waits: Iterable[Event]) -> list[Event]:
     """Join the waits of the samples of each group."""
-    by_group: dict[object, list[Event]] = defaultdict(list)
+    by_group: dict[tuple[str, str], list[Event]] = defaultdict(list)
     for event in waits:
-        by_group[event.details["group"]].append(event)
+        by_group[event.learner, event.name].append(event)
     return [min(of_group, key=lambda event: event.began_s) for of_group in by_group.values()]
 
 
@@ -107,14 +108,13 @@ def _placed(events: Iterable[Event]) -> list[tuple[Event, int]]:
     placed: list[tuple[Event, int]] = []
     for of_track in tracks.values():
         lanes: list[list[float]] = []  # of each: the ends of the events that are open
-        lane_of_sample: dict[object, int] = {}
+        samples: dict[object, tuple[int, float]] = {}  # by name: the lane, and the end of the episode
         for event in sorted(of_track, key=lambda event: (event.began_s, -event.seconds)):
             sample = event.details.get("sample") if event.track == SAMPLES else None
-            lane = lane_of_sample.get(sample)
-            if lane is None or sample is None:
+            lane, until_s = samples.get(sample, (-1, -math.inf))
+            if event.began_s > until_s:  # none, or another episode: a restarted worker gives a name again
                 lane = next(lane for lane in itertools.count() if _fits(lanes, lane, event))
-            if sample is not None:
-                lane_of_sample[sample] = lane
+                samples |= {} if sample is None else {sample: (lane, event.ended_s)}
             lanes[lane].append(event.ended_s)
             placed.append((event, lane))
     return placed
@@ -134,15 +134,15 @@ def _arrows(
     events: Sequence[Event], all_lives: Sequence[Life], groups: Sequence[Event], where: dict[Any, dict[str, int]]
 ) -> Iterator[Any]:
     """Lead from episodes to their groups, and from these to the steps."""
-    group_of = {event.details["group"]: event for event in groups}
-    steps = {event.name: event for event in events if event.track == _STEPS and event.name.startswith("step ")}
+    group_of = {(event.learner, event.name): event for event in groups}
+    steps = {(event.learner, event.name): event for event in events if event.track == _STEPS}
     numbers = itertools.count(1)
     for life in all_lives:
-        group = group_of.get(life.lease[0])
+        group = group_of.get((life.lease.learner, f"group {life.lease.group}"))
         if group is not None and life.episode is not None and life.arrived_s is not None:
             yield from _arrow(next(numbers), life.episode, group, life.arrived_s, where)
     for group in groups:
-        step = steps.get(f"step {group.details['step']}")
+        step = steps.get((group.learner, f"step {group.details['step']}"))
         if step is not None:
             yield from _arrow(next(numbers), group, step, step.began_s, where)
 

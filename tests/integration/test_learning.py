@@ -58,7 +58,7 @@ def _learn(folder: Path, launcher: str, *arguments: str, model: str, environment
 @pytest.mark.skipif(bool(MISSING), reason=f"Slurm is not installed here: no {', '.join(MISSING)}")
 def test_the_quickstart_learns_with_sglang_on_slurm(tmp_path: Path) -> None:
     with slurm_cluster(tmp_path / "cluster") as cluster:
-        fewer = "learner.num_train_steps=36"  # a server on a CPU is slow
+        fewer = "learner.num_train_steps=32"  # a server on a CPU is slow
         arguments = ("--wait", *ON_TWO_NODES, *_on_a_cpu("sglang"), fewer)
         run = _learn(tmp_path / "run", "slurm", *arguments, model=_model(), environment=cluster.environment)
     assert run == []

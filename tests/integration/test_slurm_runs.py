@@ -117,7 +117,7 @@ def test_the_time_limit_signal_requeues_and_scancel_drains(submit: Callable[...,
     assert [(j.state, j.restarts) for j in cluster.settled_jobs() if j.job_id == job_id] == [("CANCELLED", 1)]
     assert output.count("run folder: ") == 2, "of both of its lives"
     lines = (run.folder / "job.out").read_text().splitlines()
-    assert [line for line in lines if not re.match(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ ", line)] == []
+    assert [line for line in lines if not re.match(r"slurmstepd|20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ ", line)] == []
     assert "requeueing the job" in (run.folder / "logs" / "launcher.log").read_text()
 
 

@@ -97,6 +97,10 @@ BY_HAND = [
     ("telemetry.metrics_host=203.0.113.7", "telemetry.metrics_host: 203.0.113.7 is no address of this host"),
     ("telemetry.metrics_host=nosuchhost.invalid", "telemetry.metrics_host: nosuchhost.invalid is no address of this"),
     ("wire.port=65536", "wire.port: expected int <= 65535"),
+    (
+        "checkpoint.keep_every_n_steps=75",
+        "checkpoint.keep_every_n_steps: expected a multiple of checkpoint.every_n_steps",
+    ),
     ("telemetry.trackers=[swanlab]", "telemetry.trackers.0: expected one of tensorboard, wandb, mlflow, trackio"),
     ("telemetry.metrics_port=65535", "telemetry.metrics_port: expected at most 65534"),
     ("rollout.engine=sglang & rollout.sglang.urls=['http://[::1']", "rollout.sglang.urls: expected http://HOST:PORT"),

@@ -93,7 +93,7 @@ def check_free_disk(situation: Situation) -> Iterator[Finding]:
 def _most_checkpoints(config: Config) -> int:
     """Return how many checkpoints the run keeps at the end."""
     kept, every = config.checkpoint, config.checkpoint.keep_every_n_steps
-    for_ever = config.learner.num_train_steps // every if every else 0
+    for_ever = config.learner.num_train_steps // every if every and kept.every_n_steps else 0
     return kept.keep + int(kept.keep_best and bool(config.data.eval_sources)) + for_ever
 
 

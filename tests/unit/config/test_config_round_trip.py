@@ -13,7 +13,7 @@ from areal_rloo.config import Config, dump_config, load_config
 # `validate` has checks between these fields, which keep their defaults here; test_load_config.py tests the checks.
 RELATED = {
     *("group_size", "mean_level", "mean_leave1out", "over", "top_p", "top_k", "min_new_tokens", "max_new_tokens"),
-    *("max_prompt_tokens", "num_minibatches", "groups_per_step", "microbatch_tokens"),
+    *("max_prompt_tokens", "num_minibatches", "groups_per_step", "microbatch_tokens", "keep_every_n_steps"),
     *("num_ranks", "num_replicas", "betas", "state_dtype", "schedule", "final_share", "decay_all"),
     *("rule", "metric", "lower", "upper", "clip", "overlong_tokens", "returns", "discount", "adaptive"),
     *(

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from support.checkpoints import checkpoint_state, save, stream, trained
 
-from areal_rloo.config import CheckpointConfig, load_config
+from areal_rloo.config import load_config
 from areal_rloo.errors import CheckpointError
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.checkpoint import Checkpoints, _seal, worth_keeping
@@ -329,26 +328,27 @@ def _evaluations(eval_record: EvalRecord, **accuracies: Sequence[float | None]) 
 @pytest.mark.parametrize(
     ("accuracies", "options", "kept"),
     [
-        ({"a": [0.5, 0.9, 0.7, 0.6]}, {}, {20}),
-        ({"a": [0.5, 0.9, 0.7, 0.9]}, {}, {40}),  # the newest of equals
-        ({"a": [0.5, 0.9, 0.7, 0.6], "b": [0.5, 0.1, 0.7, 0.6]}, {}, {30}),  # the mean of the sets
-        ({"a": [0.5, 0.9, 0.7, 0.6], "b": [0.5, None, 0.6, 0.6]}, {}, {30}),  # not all sets yet
-        ({"a": [0.5, math.nan, 0.7, 0.6]}, {}, {30}),
-        ({"a": [0.5, None, 0.7, None, 0.99]}, {}, {30}),  # version 50 has no checkpoint
-        ({}, {}, set()),
-        ({"a": [0.5, 0.9, 0.7, 0.6]}, {"keep_best": False}, set()),
-        ({"a": [0.5, 0.9, 0.7, 0.6]}, {"keep_every_n_steps": 15}, {20, 30}),
-        ({}, {"keep_every_n_steps": 20}, {20, 40}),
+        ({"a": [0.5, 0.9, 0.7, 0.6]}, (), {20}),
+        ({"a": [0.5, 0.9, 0.7, 0.9]}, (), {40}),  # the newest of equals
+        ({"a": [0.5, 0.9, 0.7, 0.6], "b": [0.5, 0.1, 0.7, 0.6]}, (), {30}),  # the mean of the sets
+        ({"a": [0.5, 0.9, 0.7, 0.6], "b": [0.5, None, 0.6, 0.6]}, (), {30}),  # not all sets yet
+        ({"a": [0.5, math.nan, 0.7, 0.6]}, (), {30}),
+        ({"a": [0.5, None, 0.7, None, 0.99]}, (), {30}),  # version 50 has no checkpoint
+        ({"a": [0.5, 0.4, 0.3, 0.2], "removed": [0.9, 0.9, None, None]}, (), {10}),  # by a resume
+        ({}, (), set()),
+        ({"a": [0.5, 0.9, 0.7, 0.6]}, ("checkpoint.keep_best=false",), set()),
+        ({"a": [0.5, 0.9, 0.7, 0.6]}, ("checkpoint.keep_every_n_steps=15",), {20, 30}),
+        ({}, ("checkpoint.keep_every_n_steps=20",), {20, 40}),
     ],
 )
 def test_the_best_and_every_kth_checkpoint_are_worth_keeping(
-    accuracies: dict[str, list[float | None]],
-    options: dict[str, Any],
-    kept: set[int],
-    eval_record: EvalRecord,
+    accuracies: dict[str, list[float | None]], options: tuple[str, ...], kept: set[int], eval_record: EvalRecord
 ) -> None:
+    sets = ", ".join(f"{{task: arithmetic, name: {name}}}" for name in accuracies if name != "removed")
+    evaluated = f"data.eval=[{sets}]" if sets else "data.eval=null"
+    config = load_config("quickstart.yaml", ["checkpoint.every_n_steps=5", evaluated, *options])
     evaluations = _evaluations(eval_record, **accuracies)
-    assert worth_keeping([1, 10, 20, 30, 40], evaluations, CheckpointConfig(**options)) == kept
+    assert worth_keeping([1, 10, 20, 30, 40], evaluations, config) == kept
 
 
 def test_a_run_keeps_the_best_checkpoint_beside_the_newest(
@@ -359,7 +359,7 @@ def test_a_run_keeps_the_best_checkpoint_beside_the_newest(
     config, tokenizer = load_config("quickstart.yaml", ["checkpoint.keep=1"]), load_tokenizer(str(folder))
     team = trained(folder)
     for version, accuracy in ((10, 0.5), (20, 0.9), (30, 0.2), (40, 0.1)):
-        checkpoints.save(checkpoint_state(version), config, team, tokenizer, evaluations)
+        checkpoints.save(checkpoint_state(version), config, team, tokenizer, lambda: evaluations)
         evaluations.append(msgspec.structs.replace(eval_record, policy_version=version, accuracy=accuracy))
         assert checkpoints.wait()
     assert list(list_checkpoints(tmp_path)) == [20, 40]

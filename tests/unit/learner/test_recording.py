@@ -149,18 +149,26 @@ def test_a_file_of_a_few_long_steps_is_not_rewritten_at_each(tmp_path: Path, mon
     assert 2 < len(calls) < 20
 
 
+@pytest.mark.parametrize("refused", ["thin_records", "RecordFile"])
 def test_a_disk_that_refuses_the_thinner_file_loses_no_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(path: Path) -> None:
-        raise OSError("no room")
+    num_refused, work = 0, getattr(trajectories, refused)
 
-    monkeypatch.setattr(trajectories, "thin_records", refuse)
-    get_logger("areal_rloo").addHandler(caplog.handler)
+    def refuse_once(path: Path) -> object:
+        nonlocal num_refused
+        num_refused += 1
+        if num_refused == 1:
+            raise OSError("no room")
+        return work(path)
+
     recorder = Recorder(tmp_path / "t.jsonl", TOKENIZER, TelemetryConfig(most_trajectories_bytes=1))
+    monkeypatch.setattr(trajectories, refused, refuse_once)
+    get_logger("areal_rloo").addHandler(caplog.handler)
     for version in range(3):
         recorder.step(*_batch(1), [], policy_version=version)
     recorder.close([], policy_version=3)
     get_logger("areal_rloo").removeHandler(caplog.handler)
-    assert len(list(read_trajectories(tmp_path / "t.jsonl"))) == 6
+    versions = [record.policy_version for record in read_trajectories(tmp_path / "t.jsonl")]
+    assert versions == [0, 0, 2, 2], "the thinning after the refusal has removed the second step"
     assert "t.jsonl cannot be made smaller: no room" in caplog.text

@@ -98,6 +98,41 @@ def test_the_table_has_means_and_intervals_over_seeds(make_run: MakeRun, tmp_pat
     assert "max_staleness=1, s2 at 25: 0.9" in by_time, "a line for each run, by the time of the version"
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ("learner.lora={rank: 4}", 'lora={"rank": 4'),
+        ("data.eval=null", "eval=[]"),
+        ("algorithm.kl={coefficient: 0.1, adaptive: {target: 0.1, horizon: 9}}", "adaptive="),
+    ],
+)
+def test_a_section_that_only_one_run_has_is_an_option(options: str, name: str, make_run: MakeRun) -> None:
+    more = ["evaluation.every_n_versions=0"] if "eval=null" in options else []
+    reference = ["model.reference.path=initial"] if "kl" in options else []
+    settings = grouped([read_run(make_run("plain", *more)), read_run(make_run("other", options, *more, *reference))])
+    assert len(settings) == 2
+    assert name in settings[1].name
+    assert settings[0].name != settings[1].name
+
+
+def test_settings_that_differ_in_a_later_option_have_names_of_their_own(make_run: MakeRun) -> None:
+    first = ("algorithm.max_staleness=2", "learner.optimizer.learning_rate=0.01", "algorithm.group_size=4")
+    runs = [make_run("a"), make_run("b", *first), make_run("c", *first, "rollout.sampling.temperature=0.8")]
+    names = [setting.name for setting in grouped([read_run(folder) for folder in runs])]
+    assert len({*names}) == 3
+    assert names[2].count("temperature=0.8") == 1
+
+
+def test_a_run_named_twice_and_an_earlier_page_count_once(make_run: MakeRun, tmp_path: Path) -> None:
+    """`report runs/*` names runs/latest, a link, and the page of the call before."""
+    runs = [make_run("a", "run.seed=1"), make_run("b", "run.seed=2")]
+    (tmp_path / "latest").symlink_to(runs[0])
+    target = tmp_path / "comparison.html"
+    for _ in range(2):
+        page = write_comparison([*runs, tmp_path / "latest", target], target).read_text()
+        assert "2 runs, 1 setting<" in page
+
+
 def test_the_interval_is_students(make_run: MakeRun) -> None:
     assert mean_with_interval([3.0]) == (3.0, None)
     mean, half = mean_with_interval([1.0, 2.0])

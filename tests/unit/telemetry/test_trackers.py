@@ -13,7 +13,7 @@ import pytest
 from support.patience import eventually
 
 from areal_rloo.config import dump_config, load_config
-from areal_rloo.telemetry import trackers
+from areal_rloo.telemetry import trackers, trajectories
 from areal_rloo.telemetry.metrics import MetricsFile
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 from areal_rloo.telemetry.tracker_libraries import Row
@@ -31,6 +31,19 @@ print(child.pid, flush=True)
 class Run:
     def log(self, numbers, step):
         child.wait()
+def init(**options):
+    return Run()
+"""
+
+
+WITHOUT_TABLES = """
+class Run:
+    def log(self, numbers, step):
+        print("logged", step, flush=True)
+    def finish(self):
+        pass
+def Table(columns, data):
+    raise PermissionError("Access Denied")
 def init(**options):
     return Run()
 """
@@ -228,13 +241,49 @@ def test_a_table_has_some_samples_of_every_tenth_step_and_of_the_last(
     assert tables.read(ends=True) == []
 
 
+def test_tables_go_on_after_a_learner_went_back_and_show_no_drops(
+    make_trajectory: MakeTrajectory, tmp_path: Path
+) -> None:
+    """The drops after the last step have the version of a step that never came."""
+    path = tmp_path / FILE_NAME
+    tables, file = Tables(TrajectoryTail(path, from_end=False)), TrajectoryFile(path)
+    file.append([make_trajectory(policy_version=version) for version in (*range(25), *range(3, 8))])
+    file.append([make_trajectory(policy_version=8, dropped="reward_timeout", reward=None)])
+    file.close()
+    assert [step for step, _ in tables.read(ends=True)] == [1, 11, 21, 8]
+
+
+def test_a_line_longer_than_a_block_is_left_out(
+    make_trajectory: MakeTrajectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trajectories, "_MOST_READ_BYTES", 1000)
+    file, tail = TrajectoryFile(tmp_path / FILE_NAME), TrajectoryTail(tmp_path / FILE_NAME, from_end=False)
+    file.append([make_trajectory(policy_version=1, prompt="p" * 5000), make_trajectory(policy_version=2)])
+    file.close()
+    assert [record.policy_version for _ in range(12) for record in tail.read()] == [2]
+
+
+def test_a_table_that_fails_costs_no_number(
+    make_train_record: MakeTrainRecord, make_trajectory: MakeTrajectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "trackio.py").write_text(WITHOUT_TABLES)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'broken'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    samples = [make_trajectory(policy_version=version) for version in range(0, 60, 10)]
+    steps = [make_train_record(policy_version=step) for step in (1, 2, 3)]
+    assert _track(tmp_path, steps, "trackio", samples=samples) == []
+    lines = (tmp_path / "logs" / "tracker-trackio.out").read_text().splitlines()
+    assert [line for line in lines if line.startswith("logged")] == ["logged 1", "logged 2", "logged 3"]
+    assert lines.count("no more tables of samples: PermissionError: Access Denied") == 1
+
+
 def test_long_texts_are_cut_in_a_table(make_trajectory: MakeTrajectory, tmp_path: Path) -> None:
     path = tmp_path / FILE_NAME
     file = TrajectoryFile(path)
-    file.append([make_trajectory(prompt="p" * 5000, dropped="reward_error", reward=None)])
+    file.append([make_trajectory(prompt="p" * 5000)])
     file.close()
     ((_, (row,)),) = Tables(TrajectoryTail(path, from_end=False)).read(ends=True)
-    assert (len(row.prompt), row.prompt[-4:], row.ends, row.reward) == (2004, " ...", "reward_error", None)
+    assert (len(row.prompt), row.prompt[-4:], row.ends, row.reward) == (2004, " ...", "stop", 1.0)
 
 
 def test_a_tail_of_trajectories_survives_other_files_and_other_lines(

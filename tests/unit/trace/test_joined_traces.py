@@ -3,7 +3,7 @@
 import gzip
 import itertools
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,15 @@ def _lease(at_s: float, name: str, group: int = 4, lease: int = 7) -> Span:
     return _intake(at_s, name, group=group, samples=[0], lease=lease)
 
 
-def _episode(began_s: float, seconds: float, group: int = 4, lease: int = 7, number: int = 1) -> Span:
-    name = f"{group}/0/{number}"
-    return Span(SAMPLES, "episode", began_s, seconds, {"sample": name, "lease": lease, "purpose": "train"})
+def _begins(learner: str = "one", at_s: float = 9.0) -> Span:
+    return _intake(at_s, "begins", learner=learner)
+
+
+def _episode(
+    began_s: float, seconds: float, group: int = 4, lease: int = 7, number: int = 1, learner: str = "one"
+) -> Span:
+    details: dict[str, Detail] = {"sample": f"{group}/0/{number}", "lease": lease, "purpose": "train"}
+    return Span(SAMPLES, "episode", began_s, seconds, {**details, "learner": learner})
 
 
 def _stage(name: str, began_s: float, seconds: float, **details: Detail) -> Span:
@@ -48,7 +54,7 @@ def _stage(name: str, began_s: float, seconds: float, **details: Detail) -> Span
 
 def _a_life(folder: Path, *, worker_host: str = HERE, ahead_s: float = 0.0, wall_s: float = 0.0) -> None:
     """Write a sample of the seconds 10 to 15; the worker's clock and its wall clock are ahead by this much."""
-    learner = [Beginning("learner", HERE, 1000.0, 0.0), _lease(10.0, "granted"), _lease(15.0, "arrived")]
+    learner = [Beginning("learner", HERE, 1000.0, 0.0), _begins(), _lease(10.0, "granted"), _lease(15.0, "arrived")]
     step = Span("training", "step 3", 16.0, 2.0, {})
     _write(folder, "learner", *learner, _intake(16.0, "taken", groups=[4], step=3), step)
     stages = [_stage("generate", 11.0 + ahead_s, 2.0, tokens=5), _stage("reward", 13.0 + ahead_s, 1.0)]
@@ -63,14 +69,14 @@ def test_a_life_is_told_on_one_clock(host: str, ahead_s: float, wall_s: float, t
     (life,) = lives(read_traces(tmp_path))
     assert life.episode is not None
     assert life.taken is not None
-    assert (life.granted_s, life.arrived_s, life.taken.began_s) == (0.0, 5.0, 6.0)
-    assert life.episode.began_s == pytest.approx(0.5, abs=0.5)
+    assert (life.granted_s, life.arrived_s, life.taken.began_s) == (1.0, 6.0, 7.0)
+    assert life.episode.began_s == pytest.approx(1.5, abs=0.5)
     assert life.granted_s <= life.episode.began_s
     assert life.episode.ended_s <= life.arrived_s
     assert [stage.name for stage in life.stages] == ["generate", "reward"]
     if host == HERE:
         assert life_of(read_traces(tmp_path), (4, 0)) == [
-            "lease 7, 0.000 s after the start of the trace",
+            "lease 7, 1.000 s after the start of the trace",
             "    0.500 s  begins at rollout-0",
             "    1.000 s  generate, tokens 5, 2.000 s",
             "    3.000 s  reward, 1.000 s",
@@ -88,7 +94,7 @@ delays = st.floats(0, 5)
 def test_no_clock_puts_an_effect_before_its_cause(
     messages: list[tuple[float, float, float]], ahead_s: float, wall_s: float
 ) -> None:
-    learner, worker = joined._Start(Beginning("learner", HERE, 0.0, 0.0), []), None
+    learner = joined._Start(Beginning("learner", HERE, 0.0, 0.0), [_begins()])
     worker = joined._Start(Beginning("rollout-0", THERE, wall_s, ahead_s), [])
     for number, (there_s, works_s, back_s) in enumerate(messages):
         at_s = 10.0 * number
@@ -100,20 +106,32 @@ def test_no_clock_puts_an_effect_before_its_cause(
     assert least_s - 1e-6 <= error_s <= most_s + 1e-6, "no sample begins before its lease, or arrives before its end"
 
 
-def test_a_restarted_learner_counts_leases_anew(tmp_path: Path) -> None:
-    """The sample comes again under the same lease id, from a learner that knows nothing of the first."""
-    beginning = Beginning("learner", HERE, 1000.0, 0.0)
-    again = [beginning, _lease(20.0, "granted"), _lease(25.0, "arrived"), _intake(26.0, "taken", groups=[4], step=1)]
-    _write(tmp_path, "learner", beginning, _lease(10.0, "granted"), *again)
+@pytest.mark.parametrize("host", [HERE, THERE])
+def test_a_restarted_learner_counts_leases_anew(host: str, tmp_path: Path) -> None:
+    """The sample comes again under the same lease id, from a learner that knows nothing of the first, on any host."""
+    first = [Beginning("learner", HERE, 1000.0, 0.0), _begins("one", 0.0), _lease(10.0, "granted")]
+    first += [_lease(12.5, "arrived"), _intake(13.0, "taken", groups=[4], step=1)]
+    second = [Beginning("learner", host, 5000.0, 4000.0), _begins("two", 4000.0), _lease(4020.0, "granted")]
+    second += [_lease(4025.0, "arrived"), _intake(4026.0, "taken", groups=[4], step=1)]
+    _write(tmp_path, "learner", *first, *second)
     _write(tmp_path, "rollout-0", Beginning("rollout-0", THERE, 1000.0, 0.0), _episode(11.0, 1.0))
-    _write(tmp_path, "rollout-0", _episode(21.0, 1.0, number=2))
-    first, second = lives(read_traces(tmp_path))
-    assert (first.granted_s, first.arrived_s, first.taken) == (0.0, None, None)
-    assert first.episode is not None
-    assert first.episode.began_s == 1.0
-    assert second.episode is not None
-    assert second.episode.began_s == 11.0
-    assert (second.granted_s, second.arrived_s) == (10.0, 15.0)
+    _write(tmp_path, "rollout-0", _episode(4021.0, 1.0, learner="two"))
+    before, after = lives(read_traces(tmp_path))
+    for life, at_s in ((before, 10.0), (after, 4020.0)):
+        assert life.episode is not None
+        assert life.taken is not None
+        assert (life.granted_s, life.episode.began_s) == (at_s, at_s + 1)
+    assert (before.arrived_s, after.arrived_s) == (12.5, 4025.0)
+    assert before.taken is not None and before.taken.began_s == 13.0
+    assert sum("waited" in line for line in life_of(read_traces(tmp_path), (4, 0))) == 2
+
+
+def test_a_restarted_worker_gives_a_name_again(tmp_path: Path) -> None:
+    """The second episode gets a lane of its own, because the lane of the first is another sample's now."""
+    spans = [_episode(10.0, 5.0), _episode(16.0, 5.0, group=5, lease=8), _episode(17.0, 5.0, learner="two")]
+    _write(tmp_path, "rollout-0", Beginning("rollout-0", HERE, 0.0, 0.0), *spans)
+    drawn = [line for line in trace_events(read_traces(tmp_path)) if line["ph"] == "X"]
+    assert [line["tid"] for line in drawn] == [1, 1, 2]
 
 
 def test_evaluations_and_killed_workers_leave_no_half_lives(tmp_path: Path) -> None:
@@ -129,15 +147,16 @@ def test_a_run_without_traces_says_what_it_needs(tmp_path: Path) -> None:
         read_traces(tmp_path)
 
 
-def test_the_bytes_of_all_files_have_a_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    spans = [Span("engine", "decode", float(n), 0.5, {}) for n in range(1000)]
-    for process in ("rollout-0", "rollout-1"):
+def test_long_files_share_what_short_ones_leave(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for process, num in (("learner", 10), ("rollout-0", 1000), ("rollout-1", 1000)):
+        spans = [Span("engine", "decode", float(n), 0.5, {}) for n in range(num)]
         _write(tmp_path, process, Beginning(process, HERE, 0.0, 0.0), *spans)
-    monkeypatch.setattr(joined, "MOST_BYTES", 2**14)
-    assert 100 < len(read_traces(tmp_path)) < 2**14 / 30
-    assert "rollout-1.jsonl: only the first 8,192 bytes are read" in caplog.text
+    events = read_traces(tmp_path, most_bytes=2**14)
+    num_read = Counter(event.process for event in events)
+    assert num_read["learner"] == 10
+    assert 150 < num_read["rollout-0"] == num_read["rollout-1"] < 2**14 / 2 / 30
+    assert caplog.text.count("only the first") == 2
+    assert len(read_traces(tmp_path)) == 2010, "a life is looked for in all"
 
 
 spans_of_track = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=30)
@@ -178,8 +197,9 @@ def test_the_file_has_all_processes_and_arrows_between_them(tmp_path: Path) -> N
     assert processes == {1: "learner", 2: "rollout-0"}
     drawn = {line["name"]: line for line in lines if line["ph"] == "X"}
     assert drawn.keys() == {"sample 4/0/1", "generate", "reward", "group 4", "step 3"}
+    assert drawn["step 3"]["ts"] == 7e6
     assert drawn["generate"]["tid"] == drawn["sample 4/0/1"]["tid"], "the stages are in the lane of the sample"
-    assert (drawn["group 4"]["ts"], drawn["group 4"]["dur"]) == (5e6, 1e6)
+    assert (drawn["group 4"]["ts"], drawn["group 4"]["dur"]) == (6e6, 1e6)
     arrows = {line["id"]: (line["ph"], line["pid"], line["tid"], line["ts"]) for line in lines if line["ph"] in "sf"}
     assert len(arrows) == 2
     for begins, ends in (("sample 4/0/1", "group 4"), ("group 4", "step 3")):

@@ -80,7 +80,7 @@ def test_room_for_a_single_checkpoint_is_unsure(huge_model: Path, monkeypatch: p
     for options, num_kept in (
         (("checkpoint.keep_best=false",), 2),
         (("data.eval=null", "evaluation.every_n_versions=0"), 2),
-        (("checkpoint.keep_every_n_steps=10", "learner.num_train_steps=50"), 8),
+        (("checkpoint.every_n_steps=5", "checkpoint.keep_every_n_steps=10", "learner.num_train_steps=50"), 8),
     ):
         finding = only(check_free_disk, "unsure", huge, *options, folder=huge_model)
         assert f"the {num_kept} to keep" in finding.what
