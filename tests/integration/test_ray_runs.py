@@ -133,7 +133,7 @@ def _num_records(folder: Path) -> int:
 
 
 def _wait_for(condition: Callable[[], bool], cluster: RayCluster, job_id: str) -> None:
-    ends_s = time.monotonic() + 120
+    ends_s = time.monotonic() + 300
     while not condition():
         if time.monotonic() > ends_s:
             logs = ["ray", "job", "logs", "--address", cluster.dashboard, job_id]
