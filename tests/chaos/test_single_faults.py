@@ -126,7 +126,7 @@ def _wait_for_steps(run: Run, number: int) -> None:
         "worker,reward,keeper",
         "learner,launcher",
         "connection,garbage,peer,scale",
-        "full,few,engine",
+        pytest.param("full,few,engine", marks=pytest.mark.rare),
         pytest.param("two at once", marks=pytest.mark.rare),
     ],
 )

@@ -73,6 +73,7 @@ def test_without_a_cluster_a_local_cluster_starts_and_ctrl_c_ends_it(start: Call
     assert run.children("areal_rloo.rollout") == []
 
 
+@pytest.mark.rare
 def test_workers_leave_and_come_back_but_ray_gives_no_more(start: Callable[..., Run]) -> None:
     environment = {"RAY_USAGE_STATS_ENABLED": "0"}
     run = start("learner.num_train_steps=10000", "rollout.num_workers=2", launcher="ray", environment=environment)

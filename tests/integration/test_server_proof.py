@@ -136,7 +136,9 @@ def test_a_server_that_only_says_it_loaded_is_noticed(proxied: tuple[EngineOnThr
     eventually(lambda: _loads(engine, version + 2, weights), "the next update succeeds")  # vLLM is opened again first
 
 
-@pytest.mark.parametrize(("fault", "times"), [("refuse", 1), ("break", 3), ("reset after", 1)])
+@pytest.mark.parametrize(
+    ("fault", "times"), [("refuse", 1), pytest.param("break", 3, marks=pytest.mark.rare), ("reset after", 1)]
+)
 def test_a_server_that_does_not_continue_keeps_right_tags(
     fault: Any, times: int, proxied: tuple[EngineOnThread, Faults], folder: Path
 ) -> None:
