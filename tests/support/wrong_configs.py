@@ -98,7 +98,7 @@ BY_HAND = [
     ("telemetry.metrics_host=nosuchhost.invalid", "telemetry.metrics_host: nosuchhost.invalid is no address of this"),
     ("wire.port=65536", "wire.port: expected int <= 65535"),
     (
-        "checkpoint.keep_every_n_steps=75",
+        "checkpoint.keep_every_n_steps=7",
         "checkpoint.keep_every_n_steps: expected a multiple of checkpoint.every_n_steps",
     ),
     ("telemetry.trackers=[swanlab]", "telemetry.trackers.0: expected one of tensorboard, wandb, mlflow, trackio"),
