@@ -38,7 +38,6 @@ from areal_rloo.config.load import check_run, check_unique, dump_config, load_co
 from areal_rloo.config.presets import PRESETS
 from areal_rloo.config.rollout import EmbeddedConfig, EpisodeConfig, RolloutConfig, SamplingConfig
 from areal_rloo.config.schema import (
-    CheckpointConfig,
     Config,
     ModelConfig,
     TelemetryConfig,
@@ -58,7 +57,6 @@ __all__ = [
     "AdaptiveKLConfig",
     "AlgorithmConfig",
     "BehaviourWeightConfig",
-    "CheckpointConfig",
     "Config",
     "ConfiguredSource",
     "DataConfig",

@@ -158,8 +158,7 @@ class Reporter:
 
     def comparable(self) -> list[EvalRecord]:
         """Return the evaluations since the last change of their set; safe on any thread."""
-        after = self.health.breaks.evaluations_after
-        return [record for record in self.evaluations.copy() if record.policy_version > after(record.name)]
+        return self.health.breaks.comparable(self.evaluations.copy())
 
     def pace(self) -> PaceStatistics:
         """Return the pace of the run; safe on any thread."""

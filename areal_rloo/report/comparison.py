@@ -21,7 +21,7 @@ from areal_rloo.errors import ConfigError, DataError
 from areal_rloo.files import write_atomically
 from areal_rloo.inspect.shown import document, number
 from areal_rloo.report.charts import Curve, Point, line_chart
-from areal_rloo.report.curves import STYLE, by_set, drawn, points
+from areal_rloo.report.curves import STYLE, by_set, curve_name, drawn, points
 from areal_rloo.telemetry.metric import Declared
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
@@ -129,8 +129,13 @@ def _name(options: Mapping[str, Any], most: int) -> str:
     return ", ".join([*values[:most], *(["..."] if len(values) > most else [])])
 
 
+def _sets(settings: Sequence[Setting]) -> list[str]:
+    """Name the evaluation sets of all runs."""
+    return list(dict.fromkeys(r.name for setting in settings for run in setting.runs for r in run.evaluations))
+
+
 def _table(settings: Sequence[Setting]) -> list[str]:
-    sets = list(dict.fromkeys(r.name for setting in settings for run in setting.runs for r in run.evaluations))
+    sets = _sets(settings)
     columns: list[tuple[str, Callable[[Run], float | None]]] = [("train steps", lambda run: len(run.train))]
     for name in sets:
         label = f"accuracy, {name}" if len(sets) > 1 else "accuracy"
@@ -174,8 +179,7 @@ def _last(run: Run, field: str) -> float | None:
 
 def _charts(settings: Sequence[Setting]) -> list[str]:
     charts = []
-    accuracy = drawn(EvalRecord)[0]
-    sets = list(dict.fromkeys(r.name for setting in settings for run in setting.runs for r in run.evaluations))
+    accuracy, sets = drawn(EvalRecord)[0], _sets(settings)
     for name in sets:
         title = f"{_title(accuracy)}: {name}" if len(sets) > 1 else _title(accuracy)
         curves = [
@@ -223,4 +227,4 @@ def _title(declared: Declared) -> str:
     chart = declared.metric.chart
     assert chart is not None, "only metrics with a chart are drawn"
     alone = sum(other.metric.chart == chart for other in (*drawn(TrainRecord), *drawn(EvalRecord))) == 1
-    return chart.title if alone else f"{chart.title}: {declared.metric.curve or declared.field.replace('_', ' ')}"
+    return chart.title if alone else f"{chart.title}: {curve_name(declared)}"

@@ -43,6 +43,11 @@ def drawn(struct: type[Measured]) -> list[Declared]:
     return [declared for declared in declared_metrics(struct) if declared.metric.chart is not None]
 
 
+def curve_name(declared: Declared) -> str:
+    """Name the curve of a metric."""
+    return declared.metric.curve or declared.field.replace("_", " ")
+
+
 def by_set(evaluations: Sequence[EvalRecord]) -> dict[str, list[EvalRecord]]:
     """Give the evaluations of each held-out set, in the order of versions."""
     sets: dict[str, list[EvalRecord]] = {record.name: [] for record in evaluations}

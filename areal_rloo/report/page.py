@@ -22,7 +22,7 @@ from areal_rloo.inspect.shown import document
 from areal_rloo.learner.checkpoint_folder import folder_of, standing
 from areal_rloo.learner.stretches import Stretch, breaks_of, read_stretches
 from areal_rloo.report.charts import Curve, line_chart, stacked_chart
-from areal_rloo.report.curves import STYLE, by_set, drawn, points
+from areal_rloo.report.curves import STYLE, by_set, curve_name, drawn, points
 from areal_rloo.telemetry.health import Health
 from areal_rloo.telemetry.metric import Declared, declared_metrics, healthy_range
 from areal_rloo.telemetry.metrics import read_records
@@ -96,9 +96,7 @@ def result_in(folder: Path) -> list[str]:
 
 def _comparable(folder: Path, records: Sequence[Record]) -> list[EvalRecord]:
     """Give the evaluations after the last change of their set."""
-    breaks = breaks_of(folder)
-    evaluations = [record for record in records if isinstance(record, EvalRecord)]
-    return [record for record in evaluations if record.policy_version > breaks.evaluations_after(record.name)]
+    return breaks_of(folder).comparable(record for record in records if isinstance(record, EvalRecord))
 
 
 def _bottleneck(folder: Path, records: Sequence[Record]) -> str | None:
@@ -209,10 +207,7 @@ def _declared_charts(train: Sequence[TrainRecord]) -> list[str]:
     for title in dict.fromkeys(declared.metric.chart for declared in declared_charts):
         group = [declared for declared in declared_charts if declared.metric.chart == title]
         if group[0].metric.label is None:
-            curves = [
-                Curve(declared.metric.curve or declared.field.replace("_", " "), points(train, declared.field))
-                for declared in group
-            ]
+            curves = [Curve(curve_name(declared), points(train, declared.field)) for declared in group]
         else:
             by_name = points(train, group[0].field)
             names = sorted({name for _, numbers in by_name for name in numbers})

@@ -56,6 +56,10 @@ class Breaks(NamedTuple):
         """Give the version after which all accuracies of a set can be compared; -1: there was no break."""
         return max(self.evaluations.get(name, ()), default=-1)
 
+    def comparable(self, evaluations: Iterable[EvalRecord]) -> list[EvalRecord]:
+        """Give the evaluations after the last change of their set."""
+        return [record for record in evaluations if record.policy_version > self.evaluations_after(record.name)]
+
 
 _NO_BREAKS = Breaks()
 
