@@ -1,12 +1,13 @@
 """How many samples a second does a learner take from 1 to 1,024 workers, over the rate of raw acknowledged messages?
 
 This process is the learner without a model: intake, ledger, buffer, wire and broadcaster are those of a run, and a
-train step takes no time. Synthetic workers (`fleet_workers.py`) live in another process. A step has a group of 16
-samples for each worker, at least 64. The named alternative, `raw`, is a ROUTER that acknowledges every message of as
-many DEALERs: the same bytes in each message, and nothing is decoded or recorded. `half` is the wait from the end of a
-sample to its acknowledgement at half of the full rate; `faults` is likewise, with 2 % failed samples and a worker that
-dies each second; `quarter` is at a quarter of the full rate. The medians of all windows are in the line of facts. Both
-ends share two cores: `intake_busy` and `workers_busy` tell which end is the limit.
+train step takes no time. Synthetic workers (`fleet_workers.py`) live in another process. A step has 8 groups of 16
+samples for each worker, at least 64 groups and at most 1,024, and as much again is in flight. The named alternative,
+`raw`, is a ROUTER that acknowledges every message of as many DEALERs: the same bytes in each message, and nothing is
+decoded or recorded. `half` is the wait from the end of a sample to its acknowledgement at half of the full rate;
+`faults` is likewise, with 2 % failed samples and a worker that dies each second; `quarter` is at a quarter of the full
+rate. The medians of all windows are in the line of facts. Both ends share two cores: `intake_busy` and `workers_busy`
+tell which end is the limit.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from benchmarks.harness import Benchmark, Case
 SIZES = (1, 8, 64, 256, 1024)
 _WITH_LATENCY = 64
 _GROUP_SIZE = 16
-_LEAST_GROUPS = 64  # a step
+_GROUPS_PER_WORKER, _LEAST_GROUPS, _MOST_GROUPS = 8, 64, 1024  # a step: a worker has 256 samples, if not too many
 _MEDIAN_TOKENS = 500
 _WINDOW = 16  # messages in flight of a raw sender, as of a worker
 _PATIENCE_S = 120  # a new process imports torch, on a machine that may be busy
@@ -140,7 +141,7 @@ class Served:
 
 def serve(num_workers: int, seconds: float, **load: float) -> Served:
     """Serve a fleet; measure a window after a warm-up of half its length."""
-    groups_per_step = max(_LEAST_GROUPS, num_workers)
+    groups_per_step = min(max(_GROUPS_PER_WORKER * num_workers, _LEAST_GROUPS), _MOST_GROUPS)
     config = _config(groups_per_step)
     with tempfile.TemporaryDirectory(prefix="fleet-") as folder:
         make_keys(Path(folder) / "keys")

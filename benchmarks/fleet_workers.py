@@ -2,31 +2,33 @@
 
 A worker takes leases, "generates" random tokens of log-normal length, submits the trajectories, and takes every version
 of the weights at once, without reading them. Only the engine is missing: with a rate, the samples of a worker end at
-the ends of decode steps, as those of an engine. A process has many workers on an event loop.
+the ends of decode steps, as those of an engine. One loop serves all workers of the process, as the loop of `raw` does:
+with tasks of asyncio, the workers of a core were busier than the learner.
 """
 
 from __future__ import annotations
 
-import asyncio
 import gc
+import heapq
+import math
 import random
 import time
 from collections import deque
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
-import zmq.asyncio
+import zmq
 
 from areal_rloo.decoding import from_msgpack
 from areal_rloo.rollout.protocol import EngineState, WorkerProtocol
 from areal_rloo.trajectory import Completion, Trajectory
-from areal_rloo.waiting import cancel
 from areal_rloo.weights.manifest import Notice
-from areal_rloo.wire.address import read_address
-from areal_rloo.wire.channels import WorkerChannel
+from areal_rloo.wire.address import Address, Connection, make_socket, read_address
+from areal_rloo.wire.codec import decode_learner, encode
 from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.messages import Ack, Duty, Failed, Lease, Results, Work
 
@@ -34,6 +36,8 @@ _NUM_SHAPES = 64  # trajectories drawn before; samples take them in turn
 _AHEAD = 256  # samples without an acknowledgement, beyond which a worker without a rate waits
 _LONGEST = 4096
 _DECODE_STEP_S = 0.02
+_PATIENCE_S = 60.0
+_LONGEST_WAIT_S = 0.02  # then the pipe is looked at
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -70,11 +74,14 @@ class Measured:
 class SyntheticWorker:
     """A worker without an engine."""
 
-    def __init__(self, load: Load, name: str, incarnation: int, shapes: list[Trajectory], measured: Measured) -> None:
+    def __init__(
+        self, load: Load, context: Any, name: str, incarnation: int, shapes: list[Trajectory], measured: Measured
+    ) -> None:
         self._load, self._shapes, self._measured = load, shapes, measured
-        address = read_address(load.endpoint, keys=Path(load.keys), end="worker")
-        limits = Limits()
-        self._channel = WorkerChannel(address, worker_id=name, incarnation=str(incarnation), limits=limits)
+        address: Address = read_address(load.endpoint, keys=Path(load.keys), end="worker")
+        identity = f"{name}#{incarnation}".encode()
+        self._connection = Connection(make_socket(context, zmq.DEALER, address), address, identity)
+        self.socket: Any = self._connection.socket
         self._protocol = WorkerProtocol(
             worker_id=name,
             incarnation=str(incarnation),
@@ -83,59 +90,73 @@ class SyntheticWorker:
             heartbeat_timeout_s=60.0,
             max_batch_bytes=8 * 2**20,
         )
+        self._limits = Limits()
         self._version, self._num_tokens = 0, 0
         self._held: deque[tuple[Duty, Lease]] = deque()
         self._ended_s: dict[Duty, float] = {}
         self._sent_s: dict[int, list[float]] = {}  # ends of the samples in each message
-        self._due, self._leased = asyncio.Event(), asyncio.Event()
+        self._num_unacknowledged = 0
         self._random = random.Random(name)
         self._next = self._random.randrange(_NUM_SHAPES)
+        self._first_step_s = time.perf_counter() + self._random.random() * _DECODE_STEP_S
+        self._due_s = self._first_step_s + self._between_s()  # of the next sample
+        self.wake_s = 0.0
 
-    async def run(self) -> None:
-        tasks = [asyncio.create_task(work) for work in (self._serve(), self._generate(), self._send())]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            await cancel(tasks)
-            self._channel.close()
-
-    @property
-    def _engine(self) -> EngineState:
-        return EngineState(self._version, self._version, Work(0.0, self._num_tokens))
-
-    async def _serve(self) -> None:
+    def read(self) -> None:
+        """Handle all messages that are here."""
         while True:
-            message = await self._channel.receive()
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = decode_learner(frames, self._limits)
             if isinstance(message, Ack):
-                now_s = time.perf_counter()
-                self._measured.latencies_s += [now_s - ended_s for ended_s in self._sent_s.pop(message.number, ())]
+                now_s, ended_s = time.perf_counter(), self._sent_s.pop(message.number, ())
+                self._measured.latencies_s += [now_s - each_s for each_s in ended_s]
+                self._num_unacknowledged -= len(ended_s)
             orders = self._protocol.handle(message, self._engine)
             self._held.extend((duty, lease) for lease in orders.start for duty in lease.duties)
             if orders.receive is not None:
                 notice = from_msgpack(orders.receive.body, Notice)
                 self._version = max(self._version, notice.policy_version)
                 self._protocol.weights_received(orders.receive, notice.checksum, self._engine)
-            self._leased.set()
-            self._due.set()
 
-    async def _generate(self) -> None:
-        step_s = time.perf_counter() + self._random.random() * _DECODE_STEP_S
-        due_s = step_s + self._random.expovariate(self._load.rate or 1)
-        while True:
-            while not self._held or self._held[0][1].min_version > self._version:
-                self._leased.clear()
-                await self._leased.wait()
-            if self._load.rate:
-                while due_s > step_s:
-                    step_s = max(step_s + _DECODE_STEP_S, time.perf_counter())
-                    await asyncio.sleep(step_s - time.perf_counter())
-                due_s = max(due_s, step_s - 1) + self._random.expovariate(self._load.rate)
-            elif self._protocol.statistics().unacknowledged >= _AHEAD:
-                self._leased.clear()
-                await self._leased.wait()
-                continue
+    def act(self) -> None:
+        """End the samples that are due, send the messages that are due, and say when to act again."""
+        now_s = time.perf_counter()
+        while self._held and self._held[0][1].min_version <= self._version and self._may_end(now_s):
             self._end(*self._held.popleft())
-            self._due.set()
+        for message in self._protocol.poll(time.monotonic(), self._engine):
+            if isinstance(message, Results) and message.number not in self._sent_s:
+                samples = [Duty(each.lease_id, *each.trajectories[0].sample_id) for each in message.finished]
+                self._sent_s[message.number] = [self._ended_s.pop(sample) for sample in samples]
+            self.socket.send_multipart(encode(message))
+        self.wake_s = now_s + max(0.0, self._protocol.due_s() - time.monotonic())
+        if self._load.rate and self._held:
+            self.wake_s = min(self.wake_s, self._step_s(max(self._due_s, now_s)))
+
+    def close(self) -> None:
+        self._connection.close(0)
+
+    @property
+    def _engine(self) -> EngineState:
+        return EngineState(self._version, self._version, Work(0.0, self._num_tokens))
+
+    def _may_end(self, now_s: float) -> bool:
+        """Return True if a sample can end now; with a rate, draw when the next one is due."""
+        if not self._load.rate:
+            return self._num_unacknowledged < _AHEAD
+        if self._step_s(self._due_s) > now_s:
+            return False
+        self._due_s = max(self._due_s, now_s - _DECODE_STEP_S) + self._between_s()  # an engine does not catch up
+        return True
+
+    def _between_s(self) -> float:
+        return self._random.expovariate(self._load.rate) if self._load.rate else 0.0
+
+    def _step_s(self, time_s: float) -> float:
+        """Return the end of the decode step in which a time falls."""
+        return self._first_step_s + math.ceil((time_s - self._first_step_s) / _DECODE_STEP_S) * _DECODE_STEP_S
 
     def _end(self, duty: Duty, lease: Lease) -> None:
         if self._random.random() < self._load.failure_share:
@@ -147,66 +168,103 @@ class SyntheticWorker:
         completion = Completion(shape.tokens, shape.behaviour_logprobs, versions, "stop")
         prompt = np.array(lease.prompt_tokens, np.int32)
         self._num_tokens += len(versions)
+        self._num_unacknowledged += 1
         self._ended_s[duty] = time.perf_counter()
         made = Trajectory(*duty.sample_id, prompt, completion, self._random.random())
         self._protocol.finish(duty, [made], 12 * len(versions))
 
-    async def _send(self) -> None:
-        await self._channel.connected(60.0)
+
+class Workers:
+    """All workers of a process, and one loop for them."""
+
+    def __init__(self, load: Load) -> None:
+        rng = np.random.default_rng(load.first)
+        self._load, self._measured = load, Measured([])
+        self._shapes = [_trajectory(rng, load.median_tokens) for _ in range(_NUM_SHAPES)]
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 2 * load.num_workers + 64)  # the default is 1023
+        self._poller = zmq.Poller()
+        self._by_socket: dict[Any, SyntheticWorker] = {}
+        self._queue: list[
+            tuple[float, int, SyntheticWorker]
+        ] = []  # when to act; only the newest entry of a worker counts
+        self._chooser, self._num_deaths = random.Random(load.first), 0
+        self._names: dict[SyntheticWorker, str] = {}
+        for index in range(load.num_workers):
+            self._join(f"w{load.first + index}", 0)
+
+    def serve(self, pipe: Pipe) -> None:
+        """Serve until the pipe says stop; answer every other word with a `Window`."""
+        busy_s, dies_s, looks_s = time.process_time(), self._next_death_s(), 0.0
         while True:
-            await asyncio.sleep(0)  # results of the same turn share a message
-            self._due.clear()
-            for message in self._protocol.poll(time.monotonic(), self._engine):
-                if isinstance(message, Results) and message.number not in self._sent_s:
-                    samples = [Duty(each.lease_id, *each.trajectories[0].sample_id) for each in message.finished]
-                    self._sent_s[message.number] = [self._ended_s.pop(sample) for sample in samples]
-                self._channel.send(message)
-            try:
-                async with asyncio.timeout(max(0.0, self._protocol.due_s() - time.monotonic())):
-                    await self._due.wait()
-            except TimeoutError:
-                continue
+            now_s = time.perf_counter()
+            if now_s >= looks_s:
+                looks_s = now_s + _LONGEST_WAIT_S
+                if pipe.poll():
+                    if pipe.recv() == "stop":
+                        return
+                    before_s, busy_s = busy_s, time.process_time()
+                    latencies_s, self._measured.latencies_s = self._measured.latencies_s, []
+                    deaths, self._measured.deaths = self._measured.deaths, 0
+                    pipe.send(Window(len(latencies_s), latencies_s, busy_s - before_s, deaths))
+            if now_s >= dies_s:
+                dies_s = self._next_death_s()
+                self._replace(self._chooser.choice(list(self._names)))
+            next_s = self._queue[0][0] if self._queue else math.inf
+            wait_s = min(looks_s, next_s) - now_s
+            for socket, _ in self._poller.poll(max(0, math.ceil(1000 * wait_s))):
+                worker = self._by_socket[socket]
+                worker.read()
+                self._act(worker)
+            now_s = time.perf_counter()
+            while self._queue and self._queue[0][0] <= now_s:
+                wake_s, _, worker = heapq.heappop(self._queue)
+                if wake_s == worker.wake_s and worker in self._names:
+                    self._act(worker)
+
+    def close(self) -> None:
+        for worker in self._names:
+            worker.close()
+        self._context.destroy(0)
+
+    def _act(self, worker: SyntheticWorker) -> None:
+        before_s = worker.wake_s
+        worker.act()
+        if worker.wake_s != before_s:
+            heapq.heappush(self._queue, (worker.wake_s, id(worker), worker))
+
+    def _join(self, name: str, incarnation: int) -> None:
+        worker = SyntheticWorker(self._load, self._context, name, incarnation, self._shapes, self._measured)
+        if not worker.socket.poll(1000 * _PATIENCE_S, zmq.POLLOUT):
+            raise RuntimeError(f"no learner for {_PATIENCE_S} s")
+        self._names[worker], self._by_socket[worker.socket] = name, worker
+        self._poller.register(worker.socket, zmq.POLLIN)
+        self._act(worker)
+
+    def _next_death_s(self) -> float:
+        rate = self._load.deaths_per_s
+        return time.perf_counter() + self._chooser.expovariate(rate) if rate else math.inf
+
+    def _replace(self, worker: SyntheticWorker) -> None:
+        """Let a worker die; another process takes its name."""
+        name = self._names.pop(worker)
+        self._poller.unregister(worker.socket)
+        del self._by_socket[worker.socket]
+        worker.close()
+        self._num_deaths += 1
+        self._measured.deaths += 1
+        self._join(name, self._num_deaths)
 
 
-def run(load: Load, pipe: Connection) -> None:
+def run(load: Load, pipe: Pipe) -> None:
     """Serve until the pipe says stop; answer every other word with a `Window`."""
     gc.collect()
     gc.freeze()  # as a worker does
-    asyncio.run(_run(load, pipe))
-
-
-async def _run(load: Load, pipe: Connection) -> None:
-    zmq.asyncio.Context.instance().set(zmq.MAX_SOCKETS, 2 * load.num_workers + 64)  # the default is 1023
-    rng = np.random.default_rng(load.first)
-    shapes = [_trajectory(rng, load.median_tokens) for _ in range(_NUM_SHAPES)]
-    measured, names = Measured([]), [f"w{load.first + index}" for index in range(load.num_workers)]
-    tasks = {name: asyncio.create_task(_worker(load, name, 0, shapes, measured)) for name in names}
-    dying = asyncio.create_task(_deaths(load, tasks, shapes, measured))
-    busy_s = time.process_time()
-    while await asyncio.to_thread(pipe.recv) != "stop":
-        now_s = time.process_time()
-        pipe.send(Window(len(measured.latencies_s), measured.latencies_s, now_s - busy_s, measured.deaths))
-        busy_s, measured.latencies_s, measured.deaths = now_s, [], 0
-        for task in tasks.values():
-            if task.done() and not task.cancelled():  # a dead worker may not be replaced yet
-                task.result()
-    await cancel([dying, *tasks.values()])
-
-
-async def _worker(load: Load, name: str, incarnation: int, shapes: list[Trajectory], measured: Measured) -> None:
-    await SyntheticWorker(load, name, incarnation, shapes, measured).run()
-
-
-async def _deaths(
-    load: Load, tasks: dict[str, asyncio.Task[None]], shapes: list[Trajectory], measured: Measured
-) -> None:
-    chooser, incarnation = random.Random(load.first), 0
-    while load.deaths_per_s:
-        await asyncio.sleep(chooser.expovariate(load.deaths_per_s))
-        name, incarnation = chooser.choice(list(tasks)), incarnation + 1
-        await cancel([tasks[name]])
-        tasks[name] = asyncio.create_task(_worker(load, name, incarnation, shapes, measured))
-        measured.deaths += 1
+    workers = Workers(load)
+    try:
+        workers.serve(pipe)
+    finally:
+        workers.close()
 
 
 def _trajectory(rng: np.random.Generator, median_tokens: int) -> Trajectory:

@@ -208,9 +208,9 @@ class IntakeService:
             peer, message = await self.channel.receive()
             for lost in self.channel.disconnected_by_now():  # before the Hello of the next process of a worker
                 self._intake.disconnected(lost, time.monotonic())
-            began_s, was_met = time.thread_time(), self.fleet.name_of(peer) is not None
+            was_met = self.fleet.name_of(peer) is not None
             self._apply(self._intake.handle(peer, message, time.monotonic()))
-            work_s = time.thread_time() - began_s
+            work_s = self.channel.laps.lap_s()
             if isinstance(message, Hello) and not was_met and self.fleet.name_of(peer) is not None:
                 work_s = _DUTY_S * len(message.duties)  # the first leases are the learner's own wish
             self.channel.charge(peer, work_s)

@@ -30,7 +30,7 @@ from areal_rloo.wire.address import Address, Admission, Connection, bind, make_s
 from areal_rloo.wire.codec import decode_learner, decode_worker, encode
 from areal_rloo.wire.columns import Frame, Limits
 from areal_rloo.wire.messages import Heartbeat, Hello, LearnerMessage, Leases, Refusal, Welcome, WorkerMessage
-from areal_rloo.wire.peers import MOST_OFFENCES, Allowances, Newcomers, Offences, descriptor_of, shut
+from areal_rloo.wire.peers import MOST_OFFENCES, Allowances, Laps, Newcomers, Offences, descriptor_of, shut
 
 logger = get_logger(__name__)
 
@@ -82,7 +82,7 @@ class LearnerChannel:
         self._peers: dict[int, str] = {}  # by the descriptor of their connection
         self._newcomers = Newcomers()
         self._lost: deque[str] = deque()  # peers whose connection has ended
-        self._offences, self._allowances = Offences(), Allowances()
+        self._offences, self._allowances, self.laps = Offences(), Allowances(), Laps()
         self._frames: list[zmq.Frame] = []  # of an unfinished message
         # The argument is the set of events; the kernel closes the connections of a killed process at once.
         self._monitor: zmq.asyncio.Socket = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPTED)
@@ -116,6 +116,7 @@ class LearnerChannel:
             await self._socket.poll()
             if self._read_round():
                 await asyncio.sleep(_FLOOD_PAUSE_S)
+                self.laps.begin()
         return self._inbox.popleft()
 
     async def disconnected(self) -> str:
@@ -147,7 +148,7 @@ class LearnerChannel:
         return True
 
     def charge(self, peer: str, work_s: float) -> None:
-        """Charge a peer for work with a message, in seconds of this thread."""
+        """Charge a peer for work with a message, in seconds of this thread, as `laps` counts them."""
         self._allowances.charge(peer, work_s)
 
     def departed(self, peer: str) -> None:
@@ -173,7 +174,8 @@ class LearnerChannel:
         """Read queued frames, up to a bound, so other tasks have their turn; returns True during a flood."""
         direct: zmq.Socket[zmq.Frame] = zmq.Socket.shadow(self._socket.underlying)
         num_discarded, num_excess = self._counts["discarded"], 0
-        ends_s = time.thread_time() + _ROUND_S
+        work_s = 0.0
+        self.laps.begin()
         for _ in range(_ROUND_FRAMES):
             try:
                 frame = direct.recv(zmq.NOBLOCK, copy=False)
@@ -185,13 +187,14 @@ class LearnerChannel:
                 num_excess += 1
             if not frame.more:
                 frames, self._frames = self._frames, []
-                self._take(frames)
-                if time.thread_time() > ends_s:
+                peer, lap_s = self._take(frames), self.laps.lap_s()
+                self.charge(peer, lap_s)
+                if (work_s := work_s + lap_s) > _ROUND_S:
                     break
         return num_excess > 0 or self._counts["discarded"] > num_discarded
 
-    def _take(self, frames: Sequence[zmq.Frame]) -> None:
-        """Decode a message, or discard the message unread."""
+    def _take(self, frames: Sequence[zmq.Frame]) -> str:
+        """Decode a message, or discard the message unread; returns the peer."""
         identity, body = frames[0].bytes, [frame.buffer for frame in frames[1:]]
         num_bytes = sum(map(len, body))
         self._counts["messages_in"] += 1
@@ -199,8 +202,7 @@ class LearnerChannel:
         peer = identity.hex()
         if self._offences.is_cut_off(peer) or not self._allowances.admits(peer, num_bytes, time.monotonic()):
             self._counts.update(("refused", "discarded"))
-            return
-        began_s = time.thread_time()
+            return peer
         try:
             message = decode_worker(body, self._limits)
             if isinstance(message, Hello | Heartbeat) and (descriptor := descriptor_of(frames[-1])) is not None:
@@ -215,7 +217,7 @@ class LearnerChannel:
             self.send(peer, Refusal(str(error)[:1000], final=is_cut_off))
             if is_cut_off:
                 logger.error("%s sent %d unreadable messages: it is cut off", identity[:64], MOST_OFFENCES)
-        self.charge(peer, time.thread_time() - began_s)
+        return peer
 
     def _read_events(self) -> None:
         """Read queued events of the connections, up to a bound."""

@@ -1,4 +1,4 @@
-"""The learner's memory of each peer: the offences, and how many messages the peer may send now.
+"""The learner's memory of each peer: the offences, the work for it, and how many messages the peer may send now.
 
 Peers come and go without end, so memory is for the `MOST_PEERS` heard last. All values are far beyond an honest worker,
 and nothing here cuts off an honest worker: a message above the allowance is lost, and the protocol sends it again.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import resource
 import socket
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -30,6 +31,7 @@ _BYTES_PER_MESSAGE = 2**20
 _MOST_MESSAGES = 10_000.0  # at once, for example after a train step that blocked the learner
 _KEPT_DESCRIPTORS = 256  # for files, and for the weights
 _GONE = (errno.EBADF, errno.ENOTSOCK, errno.ENOTCONN)  # libzmq closed the descriptor
+_SHORT_LAP_S = 200e-6
 _FIRST_MESSAGES = 100.0  # of a new peer: a flood cannot get more by new connections
 
 
@@ -112,6 +114,30 @@ class Allowances:
         """
         if (allowance := self._allowances.get(peer)) is not None:
             allowance.messages -= work_s * 2 * _MESSAGES_PER_S
+
+
+class Laps:
+    """Processor time of this thread from message to message, which the peers are charged for.
+
+    A short time is that of the clock: the thread's own takes 20 us to read on a busy machine. A long time may be a wait
+    for the processor or for the GIL, which no peer is charged for.
+    """
+
+    def __init__(self) -> None:
+        self._clock_s = self._thread_s = 0.0
+
+    def begin(self) -> None:
+        """Begin a lap: the thread may have done other work, or may have waited."""
+        self._clock_s, self._thread_s = time.perf_counter(), time.thread_time()
+
+    def lap_s(self) -> float:
+        """End a lap and begin the next; return the time."""
+        now_s = time.perf_counter()
+        lap_s, self._clock_s = now_s - self._clock_s, now_s
+        if lap_s < _SHORT_LAP_S:
+            return lap_s
+        before_s, self._thread_s = self._thread_s, time.thread_time()
+        return min(lap_s, self._thread_s - before_s)
 
 
 class Newcomers:

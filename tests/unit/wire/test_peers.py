@@ -8,7 +8,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from areal_rloo.wire.peers import MOST_OFFENCES, MOST_PEERS, Allowances, Newcomers, Offences, Recent, shut
+from areal_rloo.wire import peers
+from areal_rloo.wire.peers import MOST_OFFENCES, MOST_PEERS, Allowances, Laps, Newcomers, Offences, Recent, shut
 
 WORKER, CHATTY = b"worker".hex(), b"chatty".hex()
 
@@ -61,6 +62,34 @@ def test_a_peer_gets_half_of_the_loop_however_small_the_messages() -> None:
             worked_s += 0.05
     assert worked_s == pytest.approx(50.0, rel=0.05)
     assert allowances.admits(WORKER, 100, 100.0)
+
+
+@pytest.mark.parametrize(
+    ("passed_s", "worked_s", "charged_s"),
+    [
+        pytest.param(0.0001, 0.0, 0.0001, id="short: the clock"),
+        pytest.param(0.005, 0.0001, 0.0001, id="a wait for the GIL"),
+        pytest.param(0.03, 0.03, 0.03, id="work"),
+    ],
+)
+def test_no_peer_is_charged_for_a_wait(
+    monkeypatch: pytest.MonkeyPatch, passed_s: float, worked_s: float, charged_s: float
+) -> None:
+    now = {"perf_counter": 100.0, "thread_time": 7.0}
+    for name in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(peers.time, name, lambda name=name: now[name])
+    laps = Laps()
+    laps.begin()
+    for _ in range(2):
+        now["perf_counter"] += passed_s
+        now["thread_time"] += worked_s
+        assert laps.lap_s() == pytest.approx(charged_s)
+    now["perf_counter"] += 5.0  # between two rounds
+    now["thread_time"] += 3.0
+    laps.begin()
+    now["perf_counter"] += passed_s
+    now["thread_time"] += worked_s
+    assert laps.lap_s() == pytest.approx(charged_s)
 
 
 def test_a_message_larger_than_the_whole_allowance_passes() -> None:
