@@ -7,9 +7,10 @@ ArealRlooError
 │   │   └── SourceError          an option of a source of prompts, raised by a task
 │   ├── ModelError           a model folder or an architecture
 │   ├── PreflightError       ports, devices, disk, checked before any process starts
-│   └── CheckpointError      a checkpoint to resume from
+│   ├── HostLostError        a host of the run is gone: no mistake, and exit code 1, but a line says all
+│   ├── CheckpointError      a checkpoint to resume from
+│   └── WireVersionError     a peer with another wire version
 ├── DecodeError          bytes of a file, a process, or a peer that are not a valid value
-├── WireVersionError     a peer with another wire version
 ├── WeightsError         a failed broadcast
 │   ├── ChecksumError        received weights that differ from the sent weights
 │   └── WentBackError        a learner that restarted from an older version
@@ -98,6 +99,12 @@ class PreflightError(UserError):
     """A port, a device or a disk does not meet the plan."""
 
 
+class HostLostError(UserError):
+    """A host is gone, and the run cannot go on without it. It can on other hosts, so a program may start it again."""
+
+    exit_code = 1
+
+
 class CheckpointError(UserError):
     """No complete checkpoint exists, or the checkpoint belongs to another run."""
 
@@ -112,8 +119,8 @@ class DecodeError(ArealRlooError):
         super().__init__(_in_one_line(text))
 
 
-class WireVersionError(ArealRlooError):
-    """The peer has another wire version."""
+class WireVersionError(UserError):
+    """The peer has another wire version: the hosts have different versions of areal_rloo."""
 
 
 class WeightsError(ArealRlooError):

@@ -1,8 +1,9 @@
-"""Ports: reserved ports of this host, for listening processes, and addresses as text."""
+"""Ports: reserved ports of this host, for listening processes, and addresses of hosts."""
 
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 
 class ReservedPorts:
@@ -28,6 +29,29 @@ class ReservedPorts:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def look_up(host: str, port: int) -> tuple[int, tuple[Any, ...]]:
+    """Look up the family and the address of a host, IPv4 first: ZeroMQ takes the IPv4 address of a name, too.
+
+    Raises OSError for an unknown name.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return family, address
+
+
+def address_towards(host: str) -> str:
+    """Return this machine's address on the route to a host; Gloo would guess from the machine's name.
+
+    Raises:
+        OSError: the host has no address, or there is no route.
+    """
+    family, address = look_up(host, 1)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        own: str = probe.getsockname()[0]
+        return own
 
 
 def host_and_port(host: str, port: int) -> str:

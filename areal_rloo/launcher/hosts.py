@@ -23,6 +23,7 @@ from areal_rloo.errors import PreflightError
 from areal_rloo.files import lock_file
 from areal_rloo.launcher.placement import Host
 from areal_rloo.learner.memory import in_gib
+from areal_rloo.telemetry.gpus import memory_of
 from areal_rloo.waiting import call_within
 
 _DRIVER_TIMEOUT_S = 10.0
@@ -193,12 +194,7 @@ def _ask_driver() -> tuple[Gpu, ...]:
 
 def _gpu(index: int, driver: str) -> Gpu:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    total_bytes = used_bytes = 0
-    for version in (pynvml.nvmlMemory_v2, None):  # v2 excludes the driver's own share; drivers before 510 have v1 only
-        with contextlib.suppress(pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version)
-            total_bytes, used_bytes = memory.total, memory.used
-            break
+    used_bytes, total_bytes = memory_of(handle)
     uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
     return Gpu(str(index), uuid, name, total_bytes, used_bytes, driver)
 

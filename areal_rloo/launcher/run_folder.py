@@ -23,14 +23,14 @@ from areal_rloo.learner.checkpoint_folder import folder_of, list_checkpoints
 from areal_rloo.learner.lock import lock_path
 from areal_rloo.learner.stretches import STATE_NAME, changes_since, has_intact_config
 from areal_rloo.tasks import check_same_sources, load_train
-from areal_rloo.telemetry.code_state import changed_code, code_state
+from areal_rloo.telemetry.code_state import STARTS_NAME, changed_code, code_state
 from areal_rloo.telemetry.summary import SUMMARY_NAME, set_summary_aside
 from areal_rloo.wire.security import make_keys
 
 _LATEST = Path("runs") / "latest"
 _SUBMITTED = "submitted-{}.yaml"
-_STARTS, _SCRIPT = "environment.jsonl", "job.sbatch"
-_OURS = {_STARTS, _SCRIPT, lock_path(Path(), "launcher").name}  # at least one of them is in the folder of a run
+_SCRIPT = "job.sbatch"
+_OURS = {STARTS_NAME, _SCRIPT, lock_path(Path(), "launcher").name}  # at least one of them is in the folder of a run
 _LEFT_ALONE = {"lost+found"}  # in every new file system
 
 
@@ -208,7 +208,7 @@ def write_beginning(folder: Path, config: Config, hosts: Sequence[Host]) -> str:
         "packages": {name: _version(name) for name in packages},
         "command": sys.argv,
     }
-    starts = folder / _STARTS
+    starts = folder / STARTS_NAME
     earlier = read_regular(starts) if starts.exists() else b""
     write_atomically(starts, earlier + msgspec.json.encode(environment) + b"\n")
     point_latest(folder)

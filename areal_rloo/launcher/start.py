@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_main(main: Callable[[Sequence[str]], int]) -> int:
-    """Call the main function of a launcher; print the user's mistakes as a line, with exit code 2."""
+    """Call the main function of a launcher; print a `UserError` as a line, and return the exit code."""
     open_missing_streams()
     show_on_signal()
     try:
@@ -88,7 +88,7 @@ def run_main(main: Callable[[Sequence[str]], int]) -> int:
         return main(sys.argv[1:])
     except UserError as error:
         _say(f"error: {error}")
-        return 2
+        return error.exit_code
     except KeyboardInterrupt:
         _say(NOTHING_STARTED)
         return 130

@@ -110,12 +110,12 @@ def main() -> int:
     name = "learner" if arguments.rank == 0 else f"learner-{arguments.rank}"
     setup_logs(name, level=config.telemetry.log_level, file=arguments.run_folder / "logs" / f"{name}.log")
     with traced(arguments.run_folder, name, on=config.telemetry.trace):
-        code = run_to_exit_code(lambda: _run(config, arguments))
+        code = run_to_exit_code(lambda: _run(config, arguments, name))
     _ignore_drain_signals()  # Python restores the defaults when it ends; a signal would then replace the exit code
     return code
 
 
-def _run(config: Config, arguments: Arguments) -> int:
+def _run(config: Config, arguments: Arguments, name: str) -> int:
     import_entry(config.run.entry)
     grow_segments(torch.device(arguments.device))
     torch.manual_seed(config.run.seed)
@@ -135,6 +135,7 @@ def _run(config: Config, arguments: Arguments) -> int:
     else:
         _ignore_drain_signals()  # rank 0 drains, and needs all ranks for the last checkpoint
         try:
+            serve_process(CollectorRegistry(), config, arguments.run_folder, process=name, port=0)
             checkpoint = bytes(ranks.take()).decode()
             follow(_built(config, arguments, ranks, Path(checkpoint) if checkpoint else None))
         except RankLostError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -22,6 +22,8 @@ _MOST_POINTS, _SMOOTHED_FROM = 200, 40
 _SMOOTHING = 20  # the smoothed line averages over about this part of the points
 _SQUASHED, _MOST_RANGE = 50.0, 1e8  # times the median, and at most times the least: then the axis is logarithmic
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 10, 12, 26
+_STRIP = 22  # height of a row of a strip
+_MOST_LABELS = 8  # of bars
 
 Point = tuple[float, float]
 
@@ -106,6 +108,62 @@ def stacked_chart(title: str, curves: Sequence[Curve]) -> str:
     return _section(title, "", parts, curves)
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Events of a kind: from, to, and a description."""
+
+    name: str
+    events: Sequence[tuple[float, float, str]]
+    bad: bool = False
+
+
+def strip_chart(title: str, rows: Sequence[Row], low: float, high: float) -> str:
+    """Draw events along a common axis, a row for each kind: a dot for a moment, a bar for a time."""
+    if not rows:
+        return ""
+    height, left, high = _STRIP * len(rows) + _BOTTOM, 120, max(high, low + 1)
+
+    def across(x: float) -> float:
+        return round(left + (min(max(x, low), high) - low) / (high - low) * (_WIDTH - left - _RIGHT), 1)
+
+    parts = [
+        f"<text x={across(x)} y={height - 8} text-anchor=middle>{number(x)}</text>"
+        for x in ticks(low, high, 5, whole=True)
+        if low <= x <= high
+    ]
+    for index, row in enumerate(rows):
+        middle, color = _STRIP * index + _STRIP // 2, "c4" if row.bad else "c0"
+        parts.append(f"<line x1={left} x2={_WIDTH - _RIGHT} y1={middle} y2={middle} class=grid />")
+        parts.append(f"<text x={left - 8} y={middle + 4} text-anchor=end>{html.escape(row.name)}</text>")
+        for first, last, text in row.events[:: -(-len(row.events) // _MOST_POINTS) or 1]:
+            span = number(first) if first == last else f"{number(first)} to {number(last)}"
+            left_end, width = round(across(first) - 3, 1), round(across(last) - across(first) + 6, 1)
+            parts.append(
+                f"<rect x={left_end} y={middle - 5} width={width} height=10 rx=4 class='dot {color}'>"
+                f"<title>{html.escape(text)}: {span}</title></rect>"
+            )
+    return _section(title, "", parts, [], height)
+
+
+def bar_chart(title: str, labels: Sequence[str], shares: Mapping[str, Sequence[float]]) -> str:
+    """Draw shares as bars, side by side for each label; labels without room are left out, tooltips have them."""
+    most = max(share for row in shares.values() for share in row)
+    frame = _Frame(0, len(labels), ticks(0.0, most, 5), ())
+    parts, room = frame.grid(), 0.8 / len(shares)
+    for index, (name, row) in enumerate(shares.items()):
+        for place, share in enumerate(row):
+            left, right = frame.across(place + 0.1 + index * room), frame.across(place + 0.1 + (index + 1) * room)
+            top, bottom = frame.down(share), frame.down(0.0)
+            box = f"x={left} y={top} width={round(right - left, 1)} height={round(bottom - top, 1)}"
+            tooltip = f"<title>{html.escape(f'{name}, {labels[place]}')}: {100 * share:.3g} %</title>"
+            parts.append(f"<rect {box} class='area c{index % NUM_COLORS}'>{tooltip}</rect>")
+    every = -(-len(labels) // _MOST_LABELS)
+    for place in range(0, len(labels), every):
+        at = f"x={frame.across(place + 0.5)} y={_HEIGHT - 8} text-anchor=middle"
+        parts.append(f"<text {at}>{html.escape(labels[place].partition(' ')[0])}</text>")
+    return _section(title, "share", parts, [Curve(name, ()) for name in shares])
+
+
 def smoothed(points: Sequence[Point]) -> list[Point]:
     """Return the exponential moving average of the heights, corrected for the missing past at the beginning."""
     keep = math.exp(-_SMOOTHING / len(points))
@@ -158,11 +216,11 @@ def _area(
     return f"<polygon points='{edge}' class='area c{index % NUM_COLORS}' opacity={opacity} />"
 
 
-def _section(title: str, hint: str, parts: Sequence[str], curves: Sequence[Curve]) -> str:
+def _section(title: str, hint: str, parts: Sequence[str], curves: Sequence[Curve], height: int = _HEIGHT) -> str:
     title = html.escape(title, quote=True)
     body = "<p class=soft>nothing measured</p>"
     if parts:
-        body = f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='{title}'>{''.join(parts)}</svg>"
+        body = f"<svg viewBox='0 0 {_WIDTH} {height}' role=img aria-label='{title}'>{''.join(parts)}</svg>"
     names = enumerate(html.escape(curve.name) for curve in curves)
     keys = "".join(f"<span><i class='key {_look(index)}'></i>{name}</span>" for index, name in names)
     note = f"<span class='soft note'>{html.escape(hint)}</span>" if hint else ""

@@ -20,6 +20,7 @@ from areal_rloo.config.resume import Change, changes, shown
 from areal_rloo.errors import ConfigError, DataError
 from areal_rloo.files import write_atomically
 from areal_rloo.inspect.shown import document, number
+from areal_rloo.learner.stretches import breaks_of
 from areal_rloo.report.charts import Curve, Point, line_chart
 from areal_rloo.report.curves import STYLE, by_set, curve_name, drawn, points
 from areal_rloo.telemetry.metric import Declared
@@ -39,7 +40,7 @@ class Run:
     folder: Path
     config: Config
     train: Sequence[TrainRecord]
-    evaluations: Sequence[EvalRecord]
+    evaluations: Sequence[EvalRecord]  # after the last change of their set
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,8 @@ def _read(folder: Path) -> Run:
         raise DataError(f"{folder}: the config is of another version of areal_rloo: {error}") from error
     records = read_records(folder / "metrics.jsonl")
     train = [record for record in records if isinstance(record, TrainRecord)]
-    return Run(folder, config, train, [record for record in records if isinstance(record, EvalRecord)])
+    evaluations = breaks_of(folder).comparable(record for record in records if isinstance(record, EvalRecord))
+    return Run(folder, config, train, evaluations)
 
 
 def _differences(before: Config, now: Config) -> dict[str, tuple[Any, Any]]:

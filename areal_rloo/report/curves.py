@@ -25,6 +25,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 td { padding: .15rem 1.6rem .15rem 0; } td + td { text-align: right; padding-right: 0; }
 .results td + td { padding-right: 1.6rem; white-space: nowrap; } .results td:first-child { white-space: nowrap; }
 .below { display: grid; gap: .8rem; margin: .8rem 0; }
+.ends td { padding-right: 1.2rem; vertical-align: top; } .ends .text { text-align: left; overflow-wrap: anywhere; }
 """
 STYLE = _RULES + "\n".join(
     f".line.c{n} {{ stroke: var(--c{n}) }} .area.c{n}, .dot.c{n} {{ fill: var(--c{n}) }} "

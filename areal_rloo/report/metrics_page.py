@@ -15,6 +15,7 @@ from areal_rloo.learner.reporting import PaceStatistics
 from areal_rloo.rewards.scoring import RewardStatistics
 from areal_rloo.rollout.protocol import ProtocolStatistics
 from areal_rloo.telemetry.code_state import RunInfo
+from areal_rloo.telemetry.gpus import GpuStatistics
 from areal_rloo.telemetry.health import HealthStatistics
 from areal_rloo.telemetry.metric import PREFIX, Measured, declared_metrics, healthy_range
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
@@ -41,6 +42,7 @@ SERVED: tuple[tuple[str, type[Measured]], ...] = (
     ("Wire (learner and rollout worker)", ChannelStatistics),
     ("Run and code (learner and rollout worker)", RunInfo),
     ("Disk (learner and rollout worker)", FolderStatistics),
+    ("GPUs (all ranks of the learner, and rollout worker)", GpuStatistics),
     ("Scrapes (learner and rollout worker)", ScrapeStatistics),
     ("Watchdog (learner and rollout worker)", WatchdogStatistics),
     ("Results on the wire (rollout worker)", ProtocolStatistics),

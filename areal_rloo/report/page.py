@@ -7,6 +7,7 @@ import json
 import math
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,11 @@ from areal_rloo.inspect.page import PAGE_NAME, write_page
 from areal_rloo.inspect.shown import document
 from areal_rloo.learner.checkpoint_folder import folder_of, standing
 from areal_rloo.learner.stretches import Stretch, breaks_of, read_stretches
-from areal_rloo.report.charts import Curve, line_chart, stacked_chart
+from areal_rloo.report.charts import Curve, bar_chart, line_chart, stacked_chart
 from areal_rloo.report.curves import STYLE, by_set, curve_name, drawn, points
+from areal_rloo.report.recorded import best_and_worst, length_chart, read_recorded
+from areal_rloo.report.timeline import Lasted, timeline
+from areal_rloo.telemetry.code_state import STARTS_NAME
 from areal_rloo.telemetry.health import Health
 from areal_rloo.telemetry.metric import Declared, declared_metrics, healthy_range
 from areal_rloo.telemetry.metrics import read_records
@@ -31,6 +35,7 @@ from areal_rloo.telemetry.trace import FOLDER_NAME
 from areal_rloo.telemetry.trajectories import FILE_NAME, read_trajectories
 from areal_rloo.trace.perfetto import write_perfetto
 
+_MOST_STARTS = 10
 _MOST_TRACE_BYTES = 2**24  # some ten seconds on a slow machine
 
 
@@ -106,18 +111,26 @@ def _bottleneck(folder: Path, records: Sequence[Record]) -> str | None:
         return None  # of another version; the page shows the text
 
 
-def _health(folder: Path, records: Sequence[Record]) -> str:
-    """List when each symptom began and was over."""
+def _health(folder: Path, records: Sequence[Record]) -> tuple[str, list[Lasted]]:
+    """List when each symptom began and was over, as text and as times."""
     try:
         health = Health(load_config(str(folder / "config.yaml")), breaks_of(folder))
     except ConfigError:
-        return ""
-    rows = [
-        f"<tr><td>step {record.policy_version}<td style='text-align: left'>{html.escape(line)}"
-        for record in records
-        for line in health.look(record)
-    ]
-    return f"<section><h2>Health</h2><table>{''.join(rows)}</table></section>" if rows else ""
+        return "", []
+    rows, lasted, present = [], list[Lasted](), dict[str, Lasted]()
+    for record in records:
+        rows += [
+            f"<tr><td>step {record.policy_version}<td style='text-align: left'>{html.escape(line)}"
+            for line in health.look(record)
+        ]
+        names = {symptom.name for symptom in health.present}
+        lasted += [present.pop(name) for name in [*present] if name not in names]
+        for name in names:
+            first = present[name].first if name in present else record.policy_version
+            present[name] = Lasted(name, first, max(first, record.policy_version))
+    lasted += present.values()
+    text = f"<section><h2>Health</h2><table>{''.join(rows)}</table></section>" if rows else ""
+    return text, sorted(lasted, key=lambda symptom: symptom.first)
 
 
 def _page(folder: Path) -> str:
@@ -129,16 +142,19 @@ def _page(folder: Path) -> str:
     summary = json.loads(read_regular(summary_path)) if summary_path.is_file() else None
     state = "in progress" if summary is None else f"ended: {summary['exit_reason']}"
     link = f" <a href='{PAGE_NAME}'>trajectories</a>" if (folder / FILE_NAME).is_file() else ""
+    recorded, stretches = read_recorded(folder), read_stretches(folder)
+    health, lasted = _health(folder, records)
     body = "\n".join(
         [
             f"<h1>{html.escape(title)}</h1><p><span class=state>{html.escape(state)}</span>{link}</p>",
             f"<p>{html.escape(_bottleneck(folder, records) or '')}</p>",
-            _health(folder, records),
+            health,
             f"<div class=facts>{_facts(train, _comparable(folder, records), summary)}</div>",
-            f"<div class=charts>{''.join(_charts(train, evaluations))}</div>",
-            f"<div class=below>{_ledger(train, summary)}<section>{_newest_numbers(train)}",
-            f"<details><summary>Resolved config</summary><pre>{html.escape(config)}</pre></details></section>",
-            f"{_stretches(read_stretches(folder))}</div>",
+            f"<div class=charts>{timeline(folder, records, stretches, lasted)}{''.join(_charts(train, evaluations))}",
+            f"{_staleness_chart(train)}{length_chart(recorded)}</div>",
+            f"<div class=below>{best_and_worst(recorded)}{_ledger(train, summary)}<section>{_newest_numbers(train)}",
+            f"<details><summary>Resolved config</summary><pre>{html.escape(config)}</pre></details>",
+            f"{_environment(folder)}</section>{_stretches(stretches)}</div>",
         ]
     )
     return document(title, body, style=STYLE)
@@ -189,6 +205,18 @@ def _charts(train: Sequence[TrainRecord], evaluations: Sequence[EvalRecord]) -> 
         stacked_chart("Share of trained tokens by staleness", by_staleness),
         *_declared_charts(train),
     ]
+
+
+def _staleness_chart(train: Sequence[TrainRecord]) -> str:
+    """Draw how stale the trained tokens of the whole run were."""
+    tokens: Counter[int] = Counter()
+    for record in train:
+        tokens.update(record.staleness_tokens)
+    if not (total := tokens.total()):
+        return ""
+    values = range(max(tokens) + 1)
+    shares = {"trained tokens": [tokens[value] / total for value in values]}
+    return bar_chart("Staleness of all trained tokens, in versions", [str(value) for value in values], shares)
 
 
 def _evaluation_charts(evaluations: Sequence[EvalRecord]) -> list[str]:
@@ -250,6 +278,25 @@ def _ledger(train: Sequence[TrainRecord], summary: Any | None) -> str:
         rows.append((f"dropped: {reason}", count, note))
     cells = "".join(f"<tr><td>{html.escape(name)}<td>{count:,}<td class=soft>{note}" for name, count, note in rows)
     return f"<section><h2>Ledger, in samples</h2><table>{cells}</table></section>"
+
+
+def _environment(folder: Path) -> str:
+    """Show the code, packages and hosts of each start."""
+    try:
+        starts = read_regular(folder / STARTS_NAME).decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "".join(
+        f"<details><summary>Environment of start {index}</summary><pre>{html.escape(_indented(start))}</pre></details>"
+        for index, start in [*enumerate(starts, 1)][-_MOST_STARTS:]
+    )
+
+
+def _indented(line: str) -> str:
+    try:
+        return json.dumps(json.loads(line), indent=2)
+    except (ValueError, RecursionError):
+        return line
 
 
 def _stretches(stretches: Sequence[Stretch]) -> str:

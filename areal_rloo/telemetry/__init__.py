@@ -4,6 +4,7 @@
 - `records` defines the lines of metrics.jsonl.
 - `metrics` collects numbers for /metrics, which `scrapes` serves, and reads and writes metrics.jsonl.
 - `code_state` is the code of a process, and how the code changed on a resume.
+- `gpus` reads memory and use of the visible GPUs.
 - `targets` tells Prometheus where the processes of a run serve /metrics.
 - `trajectories` reads and writes trajectories.jsonl.
 - `record_file` appends lines to both files, and removes the lines after a checkpoint.

@@ -19,6 +19,7 @@ from areal_rloo.telemetry.metric import Label, Metric
 
 _DIGEST = 12  # hex digits
 _GIT_S = 10.0  # of a checkout on a slow network disk
+STARTS_NAME = "environment.jsonl"  # in the run folder: a line for each start
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 

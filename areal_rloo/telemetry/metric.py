@@ -46,6 +46,7 @@ class Metric:
     # A counter is a total that only grows. A sum belongs to a single step in the file, and is added up at /metrics.
     kind: Literal["gauge", "counter", "sum"] = "gauge"
     label: str | None = None  # name of the label with the dict's keys
+    starts: tuple[str, ...] = ()  # keys of a counter from the start: no growth shows in a series from 1 on
     healthy: tuple[float, float] | None = None  # lowest and highest healthy value; for a counter, of the growth
     # Some steps cannot measure this number; NaN leaves the last value at /metrics, or an alert on an average is silent.
     keeps: bool = False

@@ -153,9 +153,7 @@ class _Served(Collector):
         self._declared = declared_metrics(struct)
         self._read = read
         self._base = base or {}
-        self._values: Samples = {
-            declared.name: {} if declared.labels or declared.metric.keeps else {(): 0.0} for declared in self._declared
-        }
+        self._values: Samples = {declared.name: _first_values(declared) for declared in self._declared}
 
     def take(self, instance: Measured) -> None:
         """Serve these values from now on. Scrapes on other threads see all of them or none."""
@@ -186,6 +184,12 @@ class _Served(Collector):
         for declared in self._declared:
             family = CounterMetricFamily if declared.is_counter else GaugeMetricFamily
             yield family(declared.name, declared.metric.help, labels=declared.labels)
+
+
+def _first_values(declared: Declared) -> Values:
+    if declared.metric.starts:
+        return {(key,): 0.0 for key in declared.metric.starts}
+    return {} if declared.labels or declared.metric.keeps else {(): 0.0}
 
 
 def _merged(metric: Metric, before: Values, newest: Values) -> Values:

@@ -37,6 +37,14 @@ _WAITS = Chart("Share of the time that a half waits for the other", whole=True)
 _ACCURACY = Chart("Held-out accuracy by policy version")
 _PASS = Chart("Prompts with a right sample: pass@k", whole=True)
 _MAJORITY = Chart("Prompts whose majority is right: maj@k", whole=True)
+DROP_REASONS = (
+    *("stale", "max_attempts", "group_too_small", "too_long", "non_finite", "options_changed"),
+    *("low_reward_std", "group_filter", "group_filter_error"),
+    *("episode_error", "episode_timeout", "context_full", "agent_timeout", "tool_failed", "tool_timeout"),
+    *("generation_failed", "wrong_tokens"),
+    *("reward_timeout", "reward_crash", "reward_error", "reward_out_of_range", "reward_wrong_type"),
+    "reward_unavailable",
+)
 _RARE = (0, 0.05)  # a healthy share, or mean distance
 
 
@@ -45,11 +53,16 @@ class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     admitted: Annotated[int, Metric("Samples admitted", "samples", "counter")]
     trained: Annotated[int, Metric("Samples trained on", "samples", "counter")]
-    dropped: Annotated[dict[str, int], Metric("Samples dropped, by reason", "samples", "counter", label="reason")]
+    dropped: Annotated[
+        dict[str, int], Metric("Samples dropped, by reason", "samples", "counter", label="reason", starts=DROP_REASONS)
+    ]
     dropped_tokens: Annotated[
         dict[str, int],
         Metric(
-            "The policy's tokens in dropped samples, as far as known, by reason", "tokens", "counter", label="reason"
+            "The policy's tokens in dropped samples, as far as known, by reason",
+            *("tokens", "counter"),
+            label="reason",
+            starts=DROP_REASONS,
         ),
     ]
     buffered: Annotated[int, Metric("Samples that wait in the buffer", "samples")]

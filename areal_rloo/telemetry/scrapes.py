@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 
 from areal_rloo.config import Config
 from areal_rloo.telemetry.code_state import RunInfo, run_info
+from areal_rloo.telemetry.gpus import Gpus, GpuStatistics
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.telemetry.metrics import watch
@@ -58,6 +59,7 @@ def serve_process(registry: CollectorRegistry, config: Config, run_folder: Path,
     info = run_info(config, run_folder)
     watch(registry, RunInfo, lambda: info)
     watch(registry, FolderStatistics, lambda: FolderStatistics(free_bytes=shutil.disk_usage(run_folder).free))
+    watch(registry, GpuStatistics, Gpus().statistics)
     ProcessCollector(registry=registry)
     targets = Targets(config, run_folder)
     port, _ = serve_metrics(registry, port, address=config.telemetry.metrics_host, groups=targets.groups)

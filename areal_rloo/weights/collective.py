@@ -28,9 +28,10 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGro
 
 from areal_rloo.errors import WeightsError, first_line
 from areal_rloo.models.device import SideStream
+from areal_rloo.ports import address_towards
 from areal_rloo.waiting import on_daemon_thread, wait_until
 from areal_rloo.weights.manifest import CollectiveOffer, Manifest, empty_buckets
-from areal_rloo.weights.rendezvous import address_towards, join_store, serve_store
+from areal_rloo.weights.rendezvous import join_store, serve_store
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroupNCCL

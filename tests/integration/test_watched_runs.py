@@ -96,10 +96,8 @@ def test_a_prometheus_finds_all_processes_and_all_that_panels_ask_for(
         eventually(lambda: server.query("up") == [], "the end of the targets")
 
 
-# What this run has not: servers of engines, devices in turns, dropped samples, refused workers.
-OTHERS = (
-    r"(sglang|vllm):|areal_rloo_(engine_server_|turn_|ledger_dropped_|reward_dropped_|intake_refused_|fleet_refused_)"
-)
+# What this run has not: servers of engines, devices in turns, GPUs, dropped rewards, refused workers.
+OTHERS = r"(sglang|vllm):|areal_rloo_(engine_server_|turn_|gpu_|reward_dropped_|intake_refused_|fleet_refused_)"
 
 
 def _has_data(query: Callable[[str], list[object]], expression: str) -> bool:

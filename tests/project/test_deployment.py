@@ -28,6 +28,7 @@ REPO = Path(__file__).resolve().parents[2]
 DEPLOY = REPO / "docs" / "deploy.md"
 DOCKERFILE = REPO / "launcher" / "docker" / "Dockerfile"
 RAYJOB = REPO / "launcher" / "ray" / "rayjob.yaml"
+MONITOR = RAYJOB.with_name("monitor.yaml")
 VOLUME = REPO / "launcher" / "ray" / "volume.yaml"
 CLUSTER = REPO / "launcher" / "ray" / "cluster.yaml"
 SCRIPTS = Path(sys.executable).parent
@@ -103,6 +104,19 @@ def test_the_learner_of_the_image_gets_the_torch_of_sglang(tmp_path: Path) -> No
     subprocess.run(shell, cwd=tmp_path, check=True, timeout=60)
     before = (REPO / "constraints.txt").read_text()
     assert (tmp_path / "constraints.txt").read_text() == re.sub(r"(?m)^torch==.*$", "torch==9.8.7", before) != before
+
+
+def test_prometheus_reads_the_folder_that_the_job_writes() -> None:
+    text = MONITOR.read_text()
+    scrape = yaml.safe_load(text)
+    (folder,) = [word.partition("=")[2] for word in _entrypoint() if word.startswith("telemetry.targets_folder=")]
+    assert scrape["spec"]["fileSDConfigs"][0]["files"] == [f"{folder}/*.json"]
+    advised = yaml.safe_load("\n".join(re.findall(r"^#   (spec:|  .*)$", text, re.MULTILINE)))["spec"]
+    assert advised["scrapeConfigSelector"]["matchLabels"] == scrape["metadata"]["labels"]
+    claims = {v["persistentVolumeClaim"]["claimName"] for v in advised["volumes"]}
+    for _, _, pod in _pods():
+        assert claims == {v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if "emptyDir" not in v}
+    assert folder.startswith(advised["volumeMounts"][0]["mountPath"] + "/")
 
 
 def _manifests() -> list[dict[str, Any]]:

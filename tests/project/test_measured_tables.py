@@ -329,6 +329,10 @@ def test_the_table_against_trl_equals_the_result_file() -> None:
         assert speed["asynchronous_over_trl"] == pytest.approx(rates["asynchronous"] / rates["trl"], rel=0.02)
         expected.append([*cells, f"{speed['asynchronous_over_trl']:.2f}"])
     assert [row[1:] for row in _table("Samples a second")] == expected
+    learning = _result("trl_peer.json")["learning"]["seconds_to_goal"]
+    for name, seconds in learning.items():
+        low, median, high = sorted(seconds)
+        assert re.search(rf"{median:.0f} s \({low:.0f}\s+to {high:.0f}; {name}\)", MEASURED, re.IGNORECASE)
 
 
 def test_the_table_of_the_depth_equals_the_result_file() -> None:

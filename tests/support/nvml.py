@@ -41,5 +41,6 @@ def play_driver(
         ("nvmlDeviceGetUUID", lambda index: f"GPU-{index}abc"),
         ("nvmlDeviceGetName", lambda index: "NVIDIA X1"),
         ("nvmlDeviceGetMemoryInfo", memory),
+        ("nvmlDeviceGetUtilizationRates", lambda index: SimpleNamespace(gpu=10 * (index + 1), memory=0)),
     ):
         monkeypatch.setattr(pynvml, name, function)

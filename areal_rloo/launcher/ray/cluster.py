@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import areal_rloo
 from areal_rloo.config import Config, LauncherConfig
-from areal_rloo.errors import PreflightError
+from areal_rloo.errors import HostLostError, PreflightError
 from areal_rloo.launcher.fit import model_sizes, resolved
 from areal_rloo.launcher.hosts import capped
 from areal_rloo.launcher.placement import Host, Placement, Seat, place
@@ -184,13 +184,13 @@ class RayStarter:
         """Start a process in the bundle of the same index. The warm start runs in the place of rank 0.
 
         Raises:
-            PreflightError: the process is a rank of the learner, and the node is gone.
+            HostLostError: the process is a rank of the learner, and the node is gone.
         """
         launcher = self._request.config.launcher
         kind, _, number = spec.name.partition("-")
         group, index = self._workers if kind == "rollout" else self._learner, int(number or 0)
         if group is self._learner and spec.host not in {host.name for host in _alive_nodes().values()}:
-            raise PreflightError(
+            raise HostLostError(
                 f"{spec.name}: its node {spec.host} is gone, and with it the address that all others know; start the "
                 "run again with --resume"
             )

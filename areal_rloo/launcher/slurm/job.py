@@ -18,7 +18,6 @@ import ipaddress
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -38,7 +37,7 @@ from areal_rloo.launcher.processes import LocalProcess
 from areal_rloo.launcher.run_folder import has_begun
 from areal_rloo.launcher.start import begin, hold, look, placed, run_main
 from areal_rloo.learner.checkpoint_folder import folder_of, standing
-from areal_rloo.ports import ReservedPorts
+from areal_rloo.ports import ReservedPorts, address_towards, look_up
 from areal_rloo.standard_streams import stamp_lines
 from areal_rloo.telemetry.logs import get_logger
 
@@ -146,7 +145,7 @@ def _resolved(name: str, address: str) -> str:
     except ValueError:
         pass
     try:
-        return socket.gethostbyname(address)
+        return str(look_up(address, 1)[1][0])
     except OSError as error:
         raise PreflightError(f"node {name}: its address {address} cannot be resolved here: {error}") from error
 
@@ -156,9 +155,7 @@ def _reachable(host: Host, hosts: list[Host]) -> Host:
     others = [other.address for other in hosts if not is_loopback(other.address)]
     if not is_loopback(host.address) or not others:
         return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((others[0], 1))
-        return dataclasses.replace(host, address=str(probe.getsockname()[0]))
+    return dataclasses.replace(host, address=address_towards(others[0]))
 
 
 def _scontrol(*arguments: str, advice: str = "") -> str:

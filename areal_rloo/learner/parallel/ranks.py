@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_rloo.errors import TrainingError, first_line
-from areal_rloo.weights.rendezvous import address_towards, join_store, serve_store
+from areal_rloo.ports import address_towards
+from areal_rloo.weights.rendezvous import join_store, serve_store
 
 _PATIENCE = timedelta(days=30)  # while waiting for a command: a batch may take any time
 _TAG_SIZE, _TAG_BODY = 1, 2

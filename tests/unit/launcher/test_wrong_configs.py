@@ -5,12 +5,13 @@ runs some cases as commands.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from support.wrong_configs import BY_HAND, FILES, of_every_key
 
+from areal_rloo.errors import HostLostError, PreflightError, UserError
 from areal_rloo.launcher import local
 from areal_rloo.launcher.start import run_main
 
@@ -24,6 +25,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     yield tmp_path
     assert {path.name for path in tmp_path.iterdir()} <= {"my.yaml"}
+
+
+@pytest.mark.parametrize(("error", "code"), [(PreflightError, 2), (HostLostError, 1)])
+def test_only_a_mistake_ends_with_code_2(
+    error: type[UserError], code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Programs start a run with code 1 again, and leave one with code 2 to a person."""
+
+    def main(arguments: Sequence[str]) -> int:
+        raise error("the node\nis gone")
+
+    monkeypatch.setattr(sys, "argv", ["local"])
+    assert run_main(main) == code
+    assert capfd.readouterr().err.splitlines() == ["error: the node is gone"]
 
 
 def refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> str:

@@ -13,6 +13,7 @@ import pytest
 
 from areal_rloo.config import dump_config, load_config
 from areal_rloo.errors import DataError
+from areal_rloo.learner.stretches import begin_stretch
 from areal_rloo.report.comparison import _read as read_run
 from areal_rloo.report.comparison import grouped, mean_with_interval, write_comparison
 from areal_rloo.telemetry.metrics import MetricsFile
@@ -141,6 +142,14 @@ def test_the_interval_is_students(make_run: MakeRun) -> None:
     normal = NormalDist().inv_cdf(0.975)
     spread = math.sqrt(sum((value - 0.5) ** 2 for value in many) / 399 / 400)
     assert mean_with_interval(many)[1] == pytest.approx(normal * spread, rel=0.01)
+
+
+def test_accuracies_of_another_set_are_left_out(make_run: MakeRun, tmp_path: Path) -> None:
+    folder = make_run("a", accuracies=(0.1, 0.4, 0.8))  # at versions 0, 5 and 10
+    begin_stretch(folder, load_config(str(folder / "config.yaml")), 0)
+    begin_stretch(folder, load_config(str(folder / "config.yaml"), ["data.eval.num_prompts=77"]), 3)
+    rows = Cells(write_comparison([folder], tmp_path / "comparison.html").read_text()).rows
+    assert rows[1][3:5] == ["0.4", "0.8"]
 
 
 def test_runs_of_different_length_share_the_versions_that_all_have(make_run: MakeRun, tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from support.processes import quickly_started
 
 from areal_rloo.config import is_loopback
 from areal_rloo.learner.parallel.ranks import Ranks
-from areal_rloo.ports import host_and_port
+from areal_rloo.ports import address_towards, host_and_port
 from areal_rloo.weights.collective import CollectiveReader, CollectiveSender
-from areal_rloo.weights.rendezvous import address_towards, join_store, serve_store
+from areal_rloo.weights.rendezvous import join_store, serve_store
 
 CPU = torch.device("cpu")
 LOOPBACKS = ["127.0.0.1", "127.0.0.2", *(["::1"] if socket.has_dualstack_ipv6() else [])]

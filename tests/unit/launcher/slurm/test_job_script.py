@@ -1,6 +1,7 @@
 """The script of a Slurm job, and the srun of each step."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from areal_rloo.config import load_config
 from areal_rloo.errors import ConfigError
 from areal_rloo.launcher.plan import ProcessSpec
+from areal_rloo.launcher.slurm import job
 from areal_rloo.launcher.slurm.__main__ import main, sbatch_script
 from areal_rloo.launcher.slurm.job import step_command
 
@@ -173,3 +175,15 @@ def test_a_step_in_a_container_has_the_run_folder_and_its_gpus(runtime: str) -> 
     assert "env OMP_NUM_THREADS=4 python3 " in words
     assert words.endswith("2,3 python3 -m areal_rloo.rollout --worker-id=rollout-3")
     assert ("--nv" in command) == (runtime == "apptainer")
+
+
+def test_a_node_with_an_ipv6_address_alone_has_this_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def looked_up(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        addresses = {"both": ("fd00::1", "10.0.0.1"), "new": ("fd00::2",)}[host]
+        families = [socket.AF_INET6 if ":" in address else socket.AF_INET for address in addresses]
+        return [(family, 1, 6, "", (address, port)) for family, address in zip(families, addresses, strict=True)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", looked_up)
+    assert job._resolved("node-0", "both") == "10.0.0.1", "ZeroMQ takes this address of a name, too"
+    assert job._resolved("node-1", "new") == "fd00::2"
+    assert job._resolved("node-2", "fd00::3") == "fd00::3"

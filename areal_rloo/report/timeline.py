@@ -1,0 +1,43 @@
+"""The timeline of the report: a row for each kind of event, by step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from areal_rloo.learner.checkpoint_folder import folder_of, list_checkpoints
+from areal_rloo.learner.stretches import Stretch
+from areal_rloo.report.charts import Row, strip_chart
+from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
+
+
+class Lasted(NamedTuple):
+    """A symptom, with the versions of the first and the last record of it."""
+
+    name: str
+    first: int
+    last: int
+
+
+def timeline(folder: Path, records: Sequence[Record], stretches: Sequence[Stretch], lasted: Sequence[Lasted]) -> str:
+    """Draw evaluations, kept checkpoints, changes of the config, skipped steps, and symptoms."""
+    train = [record for record in records if isinstance(record, TrainRecord)]
+    if not train:
+        return ""
+    skipped = [now for before, now in itertools.pairwise(train) if now.skipped_steps > before.skipped_steps]
+    evaluations = [record for record in records if isinstance(record, EvalRecord)]
+    points = {
+        "evaluations": [(one.policy_version, f"{one.name}: accuracy {one.accuracy:.3f}") for one in evaluations],
+        "checkpoints kept": [(version, "checkpoint") for version in list_checkpoints(folder_of(folder))],
+        "config changed": [
+            (stretch.version, ", ".join(change.key for change in stretch.changes)) for stretch in stretches[1:]
+        ],
+        "steps skipped": [(record.policy_version, "the gradient was not finite") for record in skipped],
+    }
+    rows = [Row(name, [(x, x, text) for x, text in events]) for name, events in points.items() if events]
+    for name in dict.fromkeys(symptom.name for symptom in lasted):
+        spans = [(one.first, one.last, name) for one in lasted if one.name == name]
+        rows.append(Row(name, spans, bad=True))
+    return strip_chart("Timeline, by step", rows, 0, train[-1].policy_version)

@@ -1,0 +1,52 @@
+"""The shipped alarms fire for a real run in trouble, and are silent after it; the minutes of the rules are seconds.
+
+`tests/project/test_alert_rules.py` has every alarm with its own times, by the unit tests of promtool.
+"""
+
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.local_runs import Run
+from support.patience import eventually
+from support.prometheus import prometheus, sooner
+
+pytestmark = [
+    *(pytest.mark.slow, pytest.mark.rare),
+    pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed here"),
+]
+
+
+def test_each_trouble_of_a_run_fires_its_alarm_and_the_end_silences_all(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    targets = tmp_path / "targets"
+    run = start(  # a model without a warm start gets no reward
+        *("learner.num_train_steps=100000", "rollout.num_workers=2", "launcher.max_restarts=20"),
+        *("wire.heartbeat_timeout_s=3", "launcher.hang_timeout_s=0", "evaluation.every_n_versions=0", "data.eval=null"),
+    )
+    run.wait_for(lambda: len(run.records()) >= 3)
+    with prometheus(tmp_path, targets, rules=sooner) as server:
+        eventually(lambda: {"Unhealthy", "EqualRewards"} <= server.alarms(), "a reward of 0")
+        for _ in range(4):
+            before = {worker.pid for worker in run.children("areal_rloo.rollout")}
+            min(run.children("areal_rloo.rollout"), key=lambda worker: worker.pid).kill()
+            pids = lambda: {worker.pid for worker in run.children("areal_rloo.rollout")}  # noqa: E731
+            eventually(lambda: len(pids()) == 2 and pids() != before, "the next process")  # noqa: B023
+        eventually(lambda: "RestartLoop" in server.alarms(), "a worker that dies again and again")
+        first, second = run.children("areal_rloo.rollout")
+        first.send_signal(signal.SIGSTOP)
+        eventually(lambda: {"TargetDown", "WorkerMissing"} <= server.alarms(), "a worker that stands still")
+        assert "NoRolloutWorker" not in server.alarms()
+        second.send_signal(signal.SIGSTOP)
+        eventually(lambda: {"NoRolloutWorker", "NoTrainStep"} <= server.alarms(), "no worker at all")
+        for worker in (first, second):
+            worker.send_signal(signal.SIGCONT)
+        trouble = {"TargetDown", "WorkerMissing", "NoRolloutWorker", "NoTrainStep"}
+        eventually(lambda: not trouble & server.alarms(), "the run goes on")
+        run.process.terminate()
+        code, output = run.wait()
+        assert code == 0, output
+        eventually(lambda: server.alarms() == set(), "an end without alarms")
