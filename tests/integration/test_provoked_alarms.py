@@ -11,12 +11,21 @@ from pathlib import Path
 import pytest
 from support.local_runs import Run
 from support.patience import eventually
-from support.prometheus import prometheus, sooner
+from support.prometheus import Prometheus, prometheus, sooner
 
 pytestmark = [
     *(pytest.mark.slow, pytest.mark.rare),
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed here"),
 ]
+
+
+NAME = "--worker-id=rollout-0"
+
+
+def process_of_worker(server: Prometheus) -> object:
+    """Tell a process of the first worker by when it began; None before its first scrape."""
+    found = server.query('process_start_time_seconds{process="rollout-0"} and on (instance) up == 1')
+    return found[0]["value"][1] if found else None
 
 
 def test_each_trouble_of_a_run_fires_its_alarm_and_the_end_silences_all(
@@ -25,16 +34,15 @@ def test_each_trouble_of_a_run_fires_its_alarm_and_the_end_silences_all(
     targets = tmp_path / "targets"
     run = start(  # a model without a warm start gets no reward
         *("learner.num_train_steps=100000", "rollout.num_workers=2", "launcher.max_restarts=20"),
-        *("wire.heartbeat_timeout_s=3", "launcher.hang_timeout_s=0", "evaluation.every_n_versions=0", "data.eval=null"),
+        *("wire.heartbeat_timeout_s=3", "evaluation.every_n_versions=0", "data.eval=null"),
     )
     run.wait_for(lambda: len(run.records()) >= 3)
     with prometheus(tmp_path, targets, rules=sooner) as server:
         eventually(lambda: {"Unhealthy", "EqualRewards"} <= server.alarms(), "a reward of 0")
-        for _ in range(4):
-            before = {worker.pid for worker in run.children("areal_rloo.rollout")}
-            min(run.children("areal_rloo.rollout"), key=lambda worker: worker.pid).kill()
-            pids = lambda: {worker.pid for worker in run.children("areal_rloo.rollout")}  # noqa: E731
-            eventually(lambda: len(pids()) == 2 and pids() != before, "the next process")  # noqa: B023
+        for _ in range(3):
+            started = process_of_worker(server)
+            next(worker for worker in run.children("areal_rloo.rollout") if NAME in worker.cmdline()).kill()
+            eventually(lambda: process_of_worker(server) not in (None, started), "the next process")  # noqa: B023
         eventually(lambda: "RestartLoop" in server.alarms(), "a worker that dies again and again")
         first, second = run.children("areal_rloo.rollout")
         first.send_signal(signal.SIGSTOP)

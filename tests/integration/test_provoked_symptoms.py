@@ -18,14 +18,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.rare]
 REWARDS = """
 import pathlib
 
-def fading(completion_ids, prompt):
+def num_steps():
+    records = pathlib.Path({metrics!r})
+    return records.read_bytes().count(b"reward_mean") if records.exists() else 0
+
+def fading(prompt):
     # Later than the first steps, whatever the policy does, an answer is worth nothing.
-    steps = pathlib.Path({metrics!r})
-    late = steps.exists() and steps.read_bytes().count(b"reward_mean") >= 6
-    return 0.0 if late else 0.5 + len(completion_ids) % 2
+    return float(num_steps() < 7)
 
 def long(completion_ids):
-    return len(completion_ids) / 64
+    # A random model begins with long completions, so they become short first.
+    return (-1 if num_steps() < 9 else 1) * len(completion_ids) / 64
 
 def noise(completion_ids):
     return float(sum(completion_ids) % 2)
@@ -46,18 +49,23 @@ EVALUATED = ("evaluation.every_n_versions=1", "data.eval.num_prompts=40")
         ),
         pytest.param(
             "long",
-            (*NO_EVALUATION, "rollout.sampling.max_new_tokens=64", "learner.optimizer.learning_rate=0.02"),
+            (
+                *(*NO_EVALUATION, "rollout.sampling.max_new_tokens=64", "learner.optimizer.learning_rate=0.01"),
+                "learner.num_train_steps=40",
+            ),
             {"longer"},
             id="reward for length",
         ),
-        pytest.param("fading", EVALUATED, {"reward_fell", "accuracy_fell"}, id="worse and worse"),
+        pytest.param("fading", EVALUATED, {"reward_fell", "accuracy_fell"}, id="worth nothing later"),
     ],
 )
 def test_a_run_says_why_it_does_not_learn(
     reward: str, options: tuple[str, ...], symptoms: set[str], start: Callable[..., Run], tmp_path: Path
 ) -> None:
     (tmp_path / "rewards.py").write_text(REWARDS.format(metrics=str(tmp_path / "run" / "metrics.jsonl")))
-    run = start(f"data.train.rewards=[{{function: {tmp_path / 'rewards.py'}:{reward}}}]", *ENOUGH, *options)
+    rewards = f"rewards=[{{function: {tmp_path / 'rewards.py'}:{reward}}}]"
+    of_evaluation = [f"data.eval.{rewards}"] if options is EVALUATED else []
+    run = start(f"data.train.{rewards}", *ENOUGH, *options, *of_evaluation)
     code, output = run.wait()
     assert code == 0, output
     log, report = (run.folder / "logs" / "learner.log").read_text(), (run.folder / "report.html").read_text()

@@ -42,8 +42,11 @@ class Prometheus:
 
 
 def sooner(rules: str) -> str:
-    """Shorten every time of the rules: a minute becomes a second."""
+    """Shorten the times of the rules: a minute becomes a second, but for the window of restarts, which are as slow."""
     rules = re.sub(r"\b(\d+)m\b", r"\1s", re.sub(r"\b1h\b", "60s", rules))
+    rules = rules.replace(
+        'process_start_time_seconds{job="areal_rloo"}[30s]', 'process_start_time_seconds{job="areal_rloo"}[30m]'
+    )
     shorter = {"300) and": "5) and", "> 6000 and": "> 100 and"}  # of NoTrainStep and MemoryGrows
     for before, after in shorter.items():
         assert rules.count(before) == 1
