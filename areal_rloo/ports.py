@@ -36,7 +36,10 @@ def look_up(host: str, port: int) -> tuple[int, tuple[Any, ...]]:
 
     Raises OSError for an unknown name.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # a label of over 63 characters
+        raise OSError(f"{host}: {error}") from error
     family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     return family, address
 

@@ -135,7 +135,7 @@ def _run(config: Config, arguments: Arguments, name: str) -> int:
     else:
         _ignore_drain_signals()  # rank 0 drains, and needs all ranks for the last checkpoint
         try:
-            serve_process(CollectorRegistry(), config, arguments.run_folder, process=name, port=0)
+            serve_process(CollectorRegistry(), config, arguments.run_folder, process=name, port=0, essential=False)
             checkpoint = bytes(ranks.take()).decode()
             follow(_built(config, arguments, ranks, Path(checkpoint) if checkpoint else None))
         except RankLostError as error:

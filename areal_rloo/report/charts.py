@@ -23,7 +23,7 @@ _SMOOTHING = 20  # the smoothed line averages over about this part of the points
 _SQUASHED, _MOST_RANGE = 50.0, 1e8  # times the median, and at most times the least: then the axis is logarithmic
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 10, 12, 26
 _STRIP = 22  # height of a row of a strip
-_MOST_LABELS = 8  # of bars
+_MOST_BARS, _MOST_LABELS = 16, 8
 
 Point = tuple[float, float]
 
@@ -135,7 +135,7 @@ def strip_chart(title: str, rows: Sequence[Row], low: float, high: float) -> str
         middle, color = _STRIP * index + _STRIP // 2, "c4" if row.bad else "c0"
         parts.append(f"<line x1={left} x2={_WIDTH - _RIGHT} y1={middle} y2={middle} class=grid />")
         parts.append(f"<text x={left - 8} y={middle + 4} text-anchor=end>{html.escape(row.name)}</text>")
-        for first, last, text in row.events[:: -(-len(row.events) // _MOST_POINTS) or 1]:
+        for first, last, text in _fewer(row.events):
             span = number(first) if first == last else f"{number(first)} to {number(last)}"
             left_end, width = round(across(first) - 3, 1), round(across(last) - across(first) + 6, 1)
             parts.append(
@@ -143,6 +143,33 @@ def strip_chart(title: str, rows: Sequence[Row], low: float, high: float) -> str
                 f"<title>{html.escape(text)}: {span}</title></rect>"
             )
     return _section(title, "", parts, [], height)
+
+
+def _fewer(events: Sequence[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
+    """Join neighbours, so that at most `_MOST_POINTS` are left."""
+    together = max(1, -(-len(events) // _MOST_POINTS))
+    joined = []
+    for at in range(0, len(events), together):
+        firsts, lasts, texts = zip(*events[at : at + together], strict=True)
+        joined.append((min(firsts), max(lasts), texts[0] if together == 1 else f"{len(texts)} times: {texts[-1]}"))
+    return joined
+
+
+def histogram(title: str, counts: Mapping[str, Mapping[int, int]]) -> str:
+    """Draw how often each whole number of at least 0 comes, as shares, in at most 16 equal ranges."""
+    highest = max((value for row in counts.values() for value in row), default=-1)
+    if highest < 0:
+        return ""
+    width = -(-(highest + 1) // _MOST_BARS)
+    starts = range(0, highest + 1, width)
+    shares = {}
+    for name, row in counts.items():
+        heights = [0] * len(starts)
+        for value, count in row.items():
+            heights[value // width] += count
+        shares[name] = [height / max(1, sum(heights)) for height in heights]
+    labels = [number(start) if width == 1 else f"{number(start)} to {number(start + width - 1)}" for start in starts]
+    return bar_chart(title, labels, shares)
 
 
 def bar_chart(title: str, labels: Sequence[str], shares: Mapping[str, Sequence[float]]) -> str:

@@ -53,7 +53,7 @@ def short_name(declared: Declared) -> str:
 
 
 _METRICS = {
-    short_name(declared): (declared, "(learner" in title)
+    short_name(declared): (declared, "rollout worker" not in title)
     for title, struct in SERVED
     for declared in declared_metrics(struct)
 }

@@ -22,7 +22,7 @@ from areal_rloo.inspect.page import PAGE_NAME, write_page
 from areal_rloo.inspect.shown import document
 from areal_rloo.learner.checkpoint_folder import folder_of, standing
 from areal_rloo.learner.stretches import Stretch, breaks_of, read_stretches
-from areal_rloo.report.charts import Curve, bar_chart, line_chart, stacked_chart
+from areal_rloo.report.charts import Curve, histogram, line_chart, stacked_chart
 from areal_rloo.report.curves import STYLE, by_set, curve_name, drawn, points
 from areal_rloo.report.recorded import best_and_worst, length_chart, read_recorded
 from areal_rloo.report.timeline import Lasted, timeline
@@ -126,8 +126,8 @@ def _health(folder: Path, records: Sequence[Record]) -> tuple[str, list[Lasted]]
         names = {symptom.name for symptom in health.present}
         lasted += [present.pop(name) for name in [*present] if name not in names]
         for name in names:
-            first = present[name].first if name in present else record.policy_version
-            present[name] = Lasted(name, first, max(first, record.policy_version))
+            known = present.get(name, Lasted(name, record.policy_version, record.policy_version))
+            present[name] = known._replace(last=max(known.last, record.policy_version))  # evaluations come late
     lasted += present.values()
     text = f"<section><h2>Health</h2><table>{''.join(rows)}</table></section>" if rows else ""
     return text, sorted(lasted, key=lambda symptom: symptom.first)
@@ -211,12 +211,8 @@ def _staleness_chart(train: Sequence[TrainRecord]) -> str:
     """Draw how stale the trained tokens of the whole run were."""
     tokens: Counter[int] = Counter()
     for record in train:
-        tokens.update(record.staleness_tokens)
-    if not (total := tokens.total()):
-        return ""
-    values = range(max(tokens) + 1)
-    shares = {"trained tokens": [tokens[value] / total for value in values]}
-    return bar_chart("Staleness of all trained tokens, in versions", [str(value) for value in values], shares)
+        tokens.update({value: num for value, num in record.staleness_tokens.items() if value >= 0 and num > 0})
+    return histogram("Staleness of all trained tokens, in versions", {"trained tokens": tokens})
 
 
 def _evaluation_charts(evaluations: Sequence[EvalRecord]) -> list[str]:
@@ -283,7 +279,7 @@ def _ledger(train: Sequence[TrainRecord], summary: Any | None) -> str:
 def _environment(folder: Path) -> str:
     """Show the code, packages and hosts of each start."""
     try:
-        starts = read_regular(folder / STARTS_NAME).decode(errors="replace").splitlines()
+        starts = read_regular(folder / STARTS_NAME).decode(errors="replace").rstrip("\n").split("\n")
     except OSError:
         return ""
     return "".join(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import html
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,15 +15,14 @@ from pathlib import Path
 import msgspec
 
 from areal_rloo.decoding import from_json
-from areal_rloo.errors import DecodeError
+from areal_rloo.errors import DataError, DecodeError
 from areal_rloo.files import open_regular
-from areal_rloo.inspect.shown import number, shortened, visible_line
-from areal_rloo.report.charts import bar_chart
-from areal_rloo.telemetry.trajectories import FILE_NAME, TrajectoryRecord
+from areal_rloo.inspect.shown import shortened, visible_line
+from areal_rloo.report.charts import histogram
+from areal_rloo.telemetry.trajectories import FILE_NAME, read_line
 
 _LAST = 256  # trajectories, of which the best and the worst are shown
 _SHOWN = 3
-_MOST_BARS = 16
 _MOST_CHARACTERS = 300
 _MOST_TOKENS = 2**40
 
@@ -68,27 +67,21 @@ def length_chart(recorded: Recorded) -> str:
     parts = {"last third of the steps": versions[-third:], "first third": versions[:third]}
     if len(versions) < 3:
         parts = {"all steps": versions}
-    longest = max(num_tokens for _, num_tokens in recorded.lengths)
-    width = max(1, -(-(longest + 1) // _MOST_BARS))
-    starts = range(0, longest + 1, width)
-    shares = {}
-    for name, chosen in parts.items():
-        inside = [num_tokens for version, num_tokens in recorded.lengths if chosen[0] <= version <= chosen[-1]]
-        counts = [0] * len(starts)
-        for num_tokens in inside:
-            counts[num_tokens // width] += 1
-        shares[name] = [count / len(inside) for count in counts]
-    labels = [number(start) if width == 1 else f"{number(start)} to {number(start + width - 1)}" for start in starts]
-    return bar_chart("Completion lengths of recorded trajectories, in tokens", labels, shares)
+    counts = {
+        name: Counter(num_tokens for version, num_tokens in recorded.lengths if chosen[0] <= version <= chosen[-1])
+        for name, chosen in parts.items()
+    }
+    return histogram("Completion lengths of recorded trajectories, in tokens", counts)
 
 
 def best_and_worst(recorded: Recorded) -> str:
     """Show the trajectories with the highest and the lowest reward among the last."""
-    ordered = sorted(recorded.last, key=lambda pair: pair[0])
-    if len(ordered) < 2 * _SHOWN or ordered[0][0] == ordered[-1][0]:
+    newest = list(reversed(recorded.last))  # of equal rewards, the newest come first
+    lowest, highest = sorted(newest, key=lambda pair: pair[0]), sorted(newest, key=lambda pair: -pair[0])
+    if len(newest) < 2 * _SHOWN or lowest[0][0] == highest[0][0]:
         return ""
-    rows = [*_rows("highest", list(reversed(ordered[-_SHOWN:]))), *_rows("lowest", ordered[:_SHOWN])]
-    title = f"Highest and lowest rewards of the last {len(ordered)} recorded trajectories"
+    rows = [*_rows("highest", highest[:_SHOWN]), *_rows("lowest", lowest[:_SHOWN])]
+    title = f"Highest and lowest rewards of the last {len(newest)} recorded trajectories"
     head = "<tr class=soft><td><td>reward<td>step<td>sample<td class=text>prompt and completion"
     return f"<section><h2>{title}</h2><table class=ends>{head}{''.join(rows)}</table></section>" if rows else ""
 
@@ -96,8 +89,8 @@ def best_and_worst(recorded: Recorded) -> str:
 def _rows(name: str, chosen: Sequence[tuple[float, bytes]]) -> list[str]:
     rows = []
     for _, line in chosen:
-        with contextlib.suppress(DecodeError):  # a number that could not be measured, in a list
-            record = from_json(line, TrajectoryRecord)
+        with contextlib.suppress(DataError):  # of another version
+            record = read_line(line)
             prompt, completion = (
                 html.escape(visible_line(shortened(text, _MOST_CHARACTERS)))
                 for text in (record.prompt, record.completion)

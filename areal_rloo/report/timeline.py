@@ -32,7 +32,8 @@ def timeline(folder: Path, records: Sequence[Record], stretches: Sequence[Stretc
         "evaluations": [(one.policy_version, f"{one.name}: accuracy {one.accuracy:.3f}") for one in evaluations],
         "checkpoints kept": [(version, "checkpoint") for version in list_checkpoints(folder_of(folder))],
         "config changed": [
-            (stretch.version, ", ".join(change.key for change in stretch.changes)) for stretch in stretches[1:]
+            (stretch.version, ", ".join(change.key for change in stretch.changes) or "cannot be compared")
+            for stretch in stretches[1:]
         ],
         "steps skipped": [(record.policy_version, "the gradient was not finite") for record in skipped],
     }

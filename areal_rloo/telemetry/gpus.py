@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from typing import Annotated, Any, ClassVar
 
@@ -54,16 +55,20 @@ def memory_of(handle: Any) -> tuple[int, int]:
 
 
 def _visible(chosen: str | None) -> dict[str, Any]:
-    """Return the devices in CUDA_VISIBLE_DEVICES, by index or UUID; None: all."""
+    """Return the devices in CUDA_VISIBLE_DEVICES, by index or UUID; None: all. Parts of GPUs (MIG) are left out."""
     try:
         pynvml.nvmlInit()
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return {}
     handles = {}
     names = None if chosen is None else [name.strip() for name in chosen.split(",") if name.strip()]
+    if names is not None:
+        names = [*itertools.takewhile(lambda name: not name.startswith("-"), names)]  # the rule of CUDA
     for index in range(pynvml.nvmlDeviceGetCount()):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         uuid = pynvml.nvmlDeviceGetUUID(handle)
-        if names is None or any(name == str(index) or uuid.startswith(name) for name in names):
+        if names is None or any(
+            name == str(index) or (name[:4] == uuid[:4] and uuid.startswith(name)) for name in names
+        ):
             handles[str(index)] = handle
     return handles

@@ -51,10 +51,15 @@ class FolderStatistics(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: Annotated[int, Metric("Free disk at the run folder", "bytes", healthy=(1e9, math.inf))]
 
 
-def serve_process(registry: CollectorRegistry, config: Config, run_folder: Path, *, process: str, port: int) -> Targets:
+def serve_process(
+    registry: CollectorRegistry, config: Config, run_folder: Path, *, process: str, port: int, essential: bool = True
+) -> Targets:
     """Serve the metrics of a process of a run, with those of every Linux process, and tell Prometheus where.
 
     `process`: its name in the run. The caller removes the target when the process ends well.
+
+    Raises:
+        OSError: the address cannot be served; unless `essential`, the process goes on without metrics.
     """
     info = run_info(config, run_folder)
     watch(registry, RunInfo, lambda: info)
@@ -62,8 +67,15 @@ def serve_process(registry: CollectorRegistry, config: Config, run_folder: Path,
     watch(registry, GpuStatistics, Gpus().statistics)
     ProcessCollector(registry=registry)
     targets = Targets(config, run_folder)
-    port, _ = serve_metrics(registry, port, address=config.telemetry.metrics_host, groups=targets.groups)
-    logger.info("metrics on http://%s:%d/metrics", config.telemetry.metrics_host, port)
+    host = config.telemetry.metrics_host
+    try:
+        port, _ = serve_metrics(registry, port, address=host, groups=targets.groups)
+    except OSError as error:
+        if essential:
+            raise
+        logger.warning("no metrics of this process: telemetry.metrics_host=%s is not of this host: %s", host, error)
+        return targets
+    logger.info("metrics on http://%s:%d/metrics", host, port)
     targets.add(process, port)
     return targets
 

@@ -183,21 +183,20 @@ def read_trajectories(path: Path) -> Iterator[TrajectoryRecord]:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
                     return
-                try:
-                    yield from_json(line, TrajectoryRecord)
-                except DecodeError:
-                    yield _with_gaps(line, path, number)
+                yield read_line(line, f"{path}:{number}")
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _with_gaps(line: bytes, path: Path, number: int) -> TrajectoryRecord:
-    """Read a record with null among the numbers: JSON has no NaN."""
+def read_line(line: bytes, place: str = FILE_NAME) -> TrajectoryRecord:
+    """Read a record; null among the numbers is NaN. Raises DataError, with the place, for any other line."""
+    with contextlib.suppress(DecodeError):
+        return from_json(line, TrajectoryRecord)
     try:
         values: Any = from_json(line, object)
     except DecodeError as error:
         advice = "take this line out to read the others"
-        raise DataError(f"{path}:{number}: expected a record in JSON: {error}; {advice}") from error
+        raise DataError(f"{place}: expected a record in JSON: {error}; {advice}") from error
     try:
         if isinstance(values, dict):
             for key in {"logprobs", "advantages"} & values.keys():
@@ -206,7 +205,7 @@ def _with_gaps(line: bytes, path: Path, number: int) -> TrajectoryRecord:
             values["reward_parts"] = {name: math.nan if value is None else value for name, value in parts}
         return msgspec.convert(values, TrajectoryRecord)
     except (msgspec.ValidationError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path}:{number}: a record of another version of areal_rloo: {error}") from error
+        raise DataError(f"{place}: a record of another version of areal_rloo: {error}") from error
 
 
 def _line(record: TrajectoryRecord) -> bytes:

@@ -135,9 +135,10 @@ class Laps:
         now_s = time.perf_counter()
         lap_s, self._clock_s = now_s - self._clock_s, now_s
         if lap_s < _SHORT_LAP_S:
+            self._thread_s += lap_s  # at most: no later lap pays for this one
             return lap_s
         before_s, self._thread_s = self._thread_s, time.thread_time()
-        return min(lap_s, self._thread_s - before_s)
+        return min(lap_s, max(0.0, self._thread_s - before_s))
 
 
 class Newcomers:

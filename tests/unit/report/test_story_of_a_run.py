@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -119,6 +120,55 @@ def test_the_timeline_has_what_happened_when(
     assert 25 <= int(ended) <= 32
     assert "commit&quot;: &quot;abc123" in text
     assert "Environment of start 2" in text
+
+
+def test_an_evaluation_of_an_older_version_shortens_no_symptom(
+    tmp_path: Path, make_train_record: Callable[..., TrainRecord], eval_record: EvalRecord
+) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(Config()))
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in range(1, 41):
+        file.append(make_train_record(num_train_steps=step, policy_version=step, truncated_share=1.0))
+    file.append(msgspec.structs.replace(eval_record, policy_version=20))
+    file.close()
+    assert "truncated: 3 to 40" in titles(write_report(tmp_path).read_text())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "bars"),
+    [
+        (
+            {0: 10, 3_000_000: 30},
+            ["trained tokens, 0 to 187,500: 25 %", "trained tokens, 2,812,515 to 3,000,015: 75 %"],
+        ),
+        ({-5: 10}, []),
+        ({-1: 90, 0: 10, 1: -4}, ["trained tokens, 0: 100 %"]),
+    ],
+)
+def test_any_staleness_draws_a_page(
+    tokens: dict[int, int], bars: list[str], tmp_path: Path, make_train_record: Callable[..., TrainRecord]
+) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(Config()))
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.append(make_train_record(staleness_tokens=tokens))
+    file.close()
+    text = write_report(tmp_path).read_text()
+    assert [t for t in titles(text) if t.startswith("trained tokens, ") and not t.endswith(": 0 %")] == bars
+    assert len(text) < 2**20
+
+
+def test_many_events_are_joined_and_none_is_lost() -> None:
+    moments = [(float(x), float(x), f"event {x}") for x in range(1, 1004)]
+    boxes = _boxes(strip_chart("a", [Row("b", [*moments, (5.0, 1000.0, "long")])], 0, 1003))
+    assert len(boxes) <= 200
+    assert max(float(box["width"]) for box in boxes) > 250
+    assert max(float(box["x"]) + float(box["width"]) for box in boxes) >= 410
+
+
+def test_numbers_that_were_not_measured_hide_no_trajectory(tmp_path: Path, make_trajectory: MakeTrajectory) -> None:
+    gaps = {"reward_parts": {"a": math.nan}, "prompt": "unmeasured"}
+    write(tmp_path, *(make_trajectory(reward=0.1 * index, **(gaps if index > 6 else {})) for index in range(10)))
+    assert best_and_worst(read_recorded(tmp_path)).count("unmeasured") == 3
 
 
 widths = st.floats(-1e9, 1e9)

@@ -15,7 +15,7 @@ from areal_rloo.telemetry.metrics import watch
     ("chosen", "seen"),
     [
         *((None, "012"), ("0,2", "02"), (" 1 ", "1"), ("GPU-2abc", "2"), ("GPU-1", "1")),
-        *(("", ""), ("-1", ""), ("7", "")),
+        *(("", ""), ("-1", ""), ("7", ""), ("0,-1,1", "0"), ("G", ""), ("MIG-GPU-0abc/1/0", "")),
     ],
 )
 def test_a_process_counts_the_gpus_it_sees(monkeypatch: pytest.MonkeyPatch, chosen: str | None, seen: str) -> None:

@@ -92,6 +92,25 @@ def test_no_peer_is_charged_for_a_wait(
     assert laps.lap_s() == pytest.approx(charged_s)
 
 
+def test_no_peer_is_charged_for_the_short_laps_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"perf_counter": 100.0, "thread_time": 7.0}
+    for name in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(peers.time, name, lambda name=name: now[name])
+    laps = Laps()
+    laps.begin()
+
+    def lap(passed_s: float, worked_s: float) -> float:
+        now["perf_counter"] += passed_s
+        now["thread_time"] += worked_s
+        return laps.lap_s()
+
+    assert sum(lap(150e-6, 150e-6) for _ in range(1000)) == pytest.approx(0.15)
+    assert lap(0.15, 20e-6) == pytest.approx(20e-6)
+    assert sum(lap(150e-6, 0.0) for _ in range(1000)) == pytest.approx(0.15)  # by the clock, so more than it worked
+    assert lap(0.3, 0.2) == pytest.approx(0.05), "it was charged before, to whomever"
+    assert lap(0.3, 0.2) == pytest.approx(0.2)
+
+
 def test_a_message_larger_than_the_whole_allowance_passes() -> None:
     allowances = Allowances()
     assert allowances.admits(WORKER, 2**31, 0.0)
