@@ -16,7 +16,7 @@ class Last:
     def __del__(self):  # after the handlers of Python are gone
         os.kill(os.getpid(), signal.SIGTERM)
 
-def run(config, arguments):
+def run(config, arguments, name):
     raise UnsavedError("the disk is full")
 
 learner._run, last = run, Last()
