@@ -185,9 +185,8 @@ class Workers:
         self._context.set(zmq.MAX_SOCKETS, 2 * load.num_workers + 64)  # the default is 1023
         self._poller = zmq.Poller()
         self._by_socket: dict[Any, SyntheticWorker] = {}
-        self._queue: list[
-            tuple[float, int, SyntheticWorker]
-        ] = []  # when to act; only the newest entry of a worker counts
+        # When each worker acts, as a heap; only the newest entry of a worker counts.
+        self._queue: list[tuple[float, int, SyntheticWorker]] = []
         self._chooser, self._num_deaths = random.Random(load.first), 0
         self._names: dict[SyntheticWorker, str] = {}
         for index in range(load.num_workers):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import socket
 import stat
@@ -23,7 +22,7 @@ from areal_rloo.errors import PreflightError
 from areal_rloo.files import lock_file
 from areal_rloo.launcher.placement import Host
 from areal_rloo.learner.memory import in_gib
-from areal_rloo.telemetry.gpus import memory_of
+from areal_rloo.telemetry.gpus import chosen_gpus, memory_of
 from areal_rloo.waiting import call_within
 
 _DRIVER_TIMEOUT_S = 10.0
@@ -135,10 +134,8 @@ def capped(host: Host, launcher: LauncherConfig) -> Host:
 
 
 def _gpu_ids() -> tuple[str, ...]:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        ids = [part.strip() for part in visible.split(",") if part.strip()]
-        return tuple(itertools.takewhile(lambda gpu_id: not gpu_id.startswith("-"), ids))  # the rule of CUDA
+    if (chosen := chosen_gpus()) is not None:
+        return chosen
     try:
         return tuple(gpu.index for gpu in list_gpus() or ())
     except DriverError as error:

@@ -151,7 +151,7 @@ def _page(folder: Path) -> str:
             health,
             f"<div class=facts>{_facts(train, _comparable(folder, records), summary)}</div>",
             f"<div class=charts>{''.join(_charts(train, evaluations))}{_staleness_chart(train)}",
-            f"{length_chart(recorded)}{timeline(folder, records, stretches, lasted)}</div>",
+            f"{length_chart(recorded)}{timeline(folder, train, evaluations, stretches, lasted)}</div>",
             f"<div class=below>{best_and_worst(recorded)}{_ledger(train, summary)}<section>{_newest_numbers(train)}",
             f"<details><summary>Resolved config</summary><pre>{html.escape(config)}</pre></details>",
             f"{_environment(folder)}</section>{_stretches(stretches)}</div>",

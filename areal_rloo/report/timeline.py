@@ -10,7 +10,7 @@ from typing import NamedTuple
 from areal_rloo.learner.checkpoint_folder import folder_of, list_checkpoints
 from areal_rloo.learner.stretches import Stretch
 from areal_rloo.report.charts import Row, strip_chart
-from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
+from areal_rloo.telemetry.records import EvalRecord, TrainRecord
 
 
 class Lasted(NamedTuple):
@@ -21,13 +21,17 @@ class Lasted(NamedTuple):
     last: int
 
 
-def timeline(folder: Path, records: Sequence[Record], stretches: Sequence[Stretch], lasted: Sequence[Lasted]) -> str:
+def timeline(
+    folder: Path,
+    train: Sequence[TrainRecord],
+    evaluations: Sequence[EvalRecord],
+    stretches: Sequence[Stretch],
+    lasted: Sequence[Lasted],
+) -> str:
     """Draw evaluations, kept checkpoints, changes of the config, skipped steps, and symptoms."""
-    train = [record for record in records if isinstance(record, TrainRecord)]
     if not train:
         return ""
     skipped = [now for before, now in itertools.pairwise(train) if now.skipped_steps > before.skipped_steps]
-    evaluations = [record for record in records if isinstance(record, EvalRecord)]
     points = {
         "evaluations": [(one.policy_version, f"{one.name}: accuracy {one.accuracy:.3f}") for one in evaluations],
         "checkpoints kept": [(version, "checkpoint") for version in list_checkpoints(folder_of(folder))],

@@ -32,7 +32,7 @@ class Gpus:
     def statistics(self) -> GpuStatistics:
         """Read the numbers. Raises pynvml.NVMLError if the driver fails."""
         if self._handles is None:
-            self._handles = _visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
+            self._handles = _visible(chosen_gpus())
         memory = {index: memory_of(handle) for index, handle in self._handles.items()}
         busy = {}
         for index, handle in self._handles.items():
@@ -54,16 +54,22 @@ def memory_of(handle: Any) -> tuple[int, int]:
     return 0, 0
 
 
-def _visible(chosen: str | None) -> dict[str, Any]:
-    """Return the devices in CUDA_VISIBLE_DEVICES, by index or UUID; None: all. Parts of GPUs (MIG) are left out."""
+def chosen_gpus() -> tuple[str, ...] | None:
+    """Read the indices and UUIDs in CUDA_VISIBLE_DEVICES, up to a negative one, as CUDA does; None: not set."""
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if variable is None:
+        return None
+    names = [part.strip() for part in variable.split(",") if part.strip()]
+    return tuple(itertools.takewhile(lambda name: not name.startswith("-"), names))
+
+
+def _visible(names: tuple[str, ...] | None) -> dict[str, Any]:
+    """Return the devices of these names; None: all. Parts of GPUs (MIG) are left out."""
     try:
         pynvml.nvmlInit()
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return {}
     handles = {}
-    names = None if chosen is None else [name.strip() for name in chosen.split(",") if name.strip()]
-    if names is not None:
-        names = [*itertools.takewhile(lambda name: not name.startswith("-"), names)]  # the rule of CUDA
     for index in range(pynvml.nvmlDeviceGetCount()):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         uuid = pynvml.nvmlDeviceGetUUID(handle)
