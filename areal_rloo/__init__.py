@@ -1,8 +1,9 @@
 """areal_rloo: asynchronous, decoupled actor-learner RL post-training of language models.
 
-Beside the packages: `trajectory` and `errors` are the nouns and the exception tree; `decoding` reads JSON and msgpack
-from outside; `files` writes atomically, locks, and makes scratch folders; `ports` reserves ports; `waiting` waits for
-conditions; `loop_thread` runs an event loop on a thread; `turns` lets learner and engines compute in turns;
+Beside the packages: `__main__` is the command `areal-rloo`, `completion` completes it in a shell, and `program` begins
+and ends every program; `trajectory` and `errors` are the nouns and the exception tree; `decoding` reads JSON and
+msgpack from outside; `files` writes atomically, locks, and makes scratch folders; `ports` reserves ports; `waiting`
+waits for conditions; `loop_thread` runs an event loop on a thread; `turns` lets learner and engines compute in turns;
 `parent_death` ends processes whose parent died; `session_leader` kills a process with its session; `keeper` ends
 everything started by a process; `standard_streams` opens closed standard streams; `container_limits` are memory, cores
 and processes of the container.

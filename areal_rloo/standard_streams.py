@@ -20,6 +20,11 @@ def open_missing_streams() -> None:
     sys.stderr = _opened(2, sys.stderr, "w")
 
 
+def stop_printing() -> None:
+    """Discard all output, the buffered output too, because the reader of the pipe is gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def stamp_lines() -> None:
     """Begin each line on standard output and standard error with the time, for the output file of a batch job."""
     sys.stdout = cast("TextIO", _StampedLines(sys.stdout))

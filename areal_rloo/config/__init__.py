@@ -10,6 +10,7 @@
 - `presets`: the values behind each name of `algorithm.preset`.
 - `resume`: which keys may change on a resume, and the effects.
 - `areal`: translates AReaL's spelling of norms and rejection sampling.
+- `options`: every option as data, with the comments of the structs as meanings; `__main__` is `areal-rloo config`.
 - `imports`: imports functions and classes of the user by path.
 """
 

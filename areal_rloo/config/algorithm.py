@@ -31,10 +31,10 @@ PresetName = Literal[_Published, _OfLibraries]
 class NormConfig(Section, frozen=True):
     """Centre and scale a scalar per trajectory or per token (see `areal_rloo.algorithm.normalization`)."""
 
-    mean_level: NormLevel = "none"
-    mean_leave1out: bool = False
-    std_level: NormLevel = "none"
-    std_unbiased: bool = True
+    mean_level: NormLevel = "none"  # subtract the mean of the group or of the batch
+    mean_leave1out: bool = False  # the mean of the others, without the value itself (RLOO)
+    std_level: NormLevel = "none"  # divide by the standard deviation of the group or of the batch
+    std_unbiased: bool = True  # divide squares by n - 1 instead of n
     over: Literal["trajectories", "tokens"] = "trajectories"  # tokens: weight a value by its tokens in the loss
     eps: NonNegative = 1e-6  # added to the standard deviation
 
@@ -42,13 +42,13 @@ class NormConfig(Section, frozen=True):
 class RewardsConfig(Section, frozen=True):
     """Shape a task's reward r before any norm: clip((r - penalties + bias) * scale)."""
 
-    bias: Finite = 0.0
-    scale: Finite = 1.0
-    clip: tuple[Finite, Finite] | None = None  # lowest and highest
-    truncated_penalty: NonNegative = 0.0  # if the engine stopped at max_new_tokens
-    missing_eos_penalty: NonNegative = 0.0  # if the last token is not a stop token; ignores finish_reason
-    overlong_tokens: Natural = 0  # the cost rises over the last n of max_new_tokens; 0: no cost
-    overlong_penalty: NonNegative = 1.0  # the cost at max_new_tokens
+    bias: Finite = 0.0  # added to the reward
+    scale: Finite = 1.0  # factor on the reward, after the bias
+    clip: tuple[Finite, Finite] | None = None  # lowest and highest shaped reward; null: no limit
+    truncated_penalty: NonNegative = 0.0  # subtracted if the engine stopped at max_new_tokens
+    missing_eos_penalty: NonNegative = 0.0  # subtracted if the last token is not a stop token; ignores finish_reason
+    overlong_tokens: Natural = 0  # a penalty rises over the last n of max_new_tokens; 0: none
+    overlong_penalty: NonNegative = 1.0  # the penalty of overlong_tokens at max_new_tokens
     mask_truncated: bool = False  # remove truncated completions from the loss, not from the group's mean
 
 
@@ -60,24 +60,28 @@ class BehaviourWeightConfig(Section, frozen=True):
 
     # Past a bound, mask removes a token from the loss and clamp sets w to the bound; none keeps w; ignore sets w = 1.
     rule: Literal["mask", "clamp", "none", "ignore"] = "clamp"
-    level: Literal["token", "sequence"] = "token"
+    level: Literal["token", "sequence"] = "token"  # weigh each token, or a sequence as a whole
+    # The measure with the bounds: w itself, or an estimate of the divergence.
     metric: Literal["ratio", "k1", "k2", "k3"] = "ratio"
     aggregate: Literal["mean", "sum", "max"] = "mean"  # over a sequence: log w for `ratio`, else the metric
-    lower: Finite | None = None
-    upper: Finite | None = 5.0
+    lower: Finite | None = None  # lowest metric; null: no bound
+    upper: Finite | None = 5.0  # highest metric; null: no bound
 
 
 class LossConfig(Section, frozen=True):
     """The loss of each token and the mean over tokens (see `areal_rloo.algorithm.loss`)."""
 
+    # `ppo` clips the ratio, cispo clips the weight and keeps the gradient, reinforce has no ratio.
     kind: Literal["ppo", "cispo", "reinforce"] = "ppo"
     ratio_level: Literal["token", "sequence_mean", "sequence_sum"] = "token"  # sequence: as in GSPO and TRL
     decoupled: bool = True  # false: clip against the behaviour policy, as in plain PPO
     proximal: Literal["recompute", "reuse", "interpolate"] = "recompute"  # logprobs after the first minibatch
-    eps_low: NonNegative = 0.2
-    eps_high: NonNegative = 0.2
-    dual_clip: Annotated[float, msgspec.Meta(gt=1)] | None = None  # limit of a ratio with a negative advantage
+    eps_low: NonNegative = 0.2  # the ratio is clipped below 1 - eps_low
+    eps_high: NonNegative = 0.2  # the ratio is clipped above 1 + eps_high
+    # Limit of a ratio with a negative advantage; null: no limit.
+    dual_clip: Annotated[float, msgspec.Meta(gt=1)] | None = None
     behaviour_weight: BehaviourWeightConfig = BehaviourWeightConfig()
+    # Mean over all tokens, or over sequences of their mean, sum, or sum over max_new_tokens
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = (
         "token_mean"
     )
@@ -103,26 +107,29 @@ class KLConfig(Section, frozen=True):
 
     coefficient: NonNegative = 0.0  # 0: no KL term, and no reference model is loaded
     placement: Literal["reward", "loss"] = "reward"  # reward: of the behaviour policy; loss: of the current
-    estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
+    estimator: Literal["k1", "k2", "k3", "abs"] = "k1"  # of the divergence of a token, from log(policy / reference)
     # In the loss, of stale tokens: times current / behaviour, without or with a gradient, or none as in GRPO.
     correction: Literal["weight", "gradient", "none"] = "weight"
-    adaptive: AdaptiveKLConfig | None = None  # null: constant; a resume goes on with an adapted coefficient
+    adaptive: AdaptiveKLConfig | None = None  # adapt the coefficient; null: constant
 
 
 class AlgorithmConfig(Section, frozen=True):
     """Keys that the file leaves out come from the preset."""
 
-    preset: PresetName = "rloo"
-    group_size: ManyCount = 8
-    max_staleness: Natural = 2  # eta; 0 is synchronous
+    preset: PresetName = "rloo"  # an algorithm by name: the values of all keys of this section that the file leaves out
+    group_size: ManyCount = 8  # completions of a prompt
+    max_staleness: Natural = 2  # eta: a token older than so many versions has no gradient; 0 is synchronous
     # Generation runs ahead of the training by so many steps; a number above eta means eta. 1 hides the latency of even
     # rollouts. More helps if lengths differ by much or weights arrive late, and costs staleness.
     pipeline_depth: PositiveInt = 1
+    # Of a sample past the bound: mask only the stale tokens, drop the sample, or let the learner wait for old samples.
     stale_tokens: Literal["mask", "drop", "wait"] = "mask"
-    drop_groups_of_one: bool = True
-    min_reward_std: NonNegative = 0.0  # drop and replace groups with less (dynamic sampling)
-    group_filter: str | None = None  # module:function or file.py:function; takes a Group, returns True to keep
-    max_filtered_batches: Natural = 10  # end the run if both refuse as many groups in place of a batch; 0: never
+    drop_groups_of_one: bool = True  # drop a group with a single sample left, which has no baseline
+    min_reward_std: NonNegative = 0.0  # drop and replace groups whose rewards deviate less (dynamic sampling)
+    # A function that takes a Group and returns True to keep it: module:function or file.py:function; null: none.
+    group_filter: str | None = None
+    # End the run if the two filters above refuse the groups of so many batches in place of one; 0: never.
+    max_filtered_batches: Natural = 10
     rewards: RewardsConfig = RewardsConfig()
     reward_norm: NormConfig = NormConfig()
     returns: Literal["trajectory", "token"] = "trajectory"  # token: each token gets the sum of later rewards

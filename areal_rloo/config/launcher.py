@@ -46,12 +46,11 @@ _OWNED = {  # options of sbatch that the launcher sets
 class SlurmConfig(Section, frozen=True):
     """Submission of a job; only the Slurm launcher reads this section."""
 
-    partition: str | None = None
-    account: str | None = None
+    partition: str | None = None  # null: that of the site
+    account: str | None = None  # null: that of the user
     time_limit: str | None = None  # as sbatch takes it: 30, 1:30:00, 2-12; null: the site's
-    warn_before_s: Annotated[int, msgspec.Meta(ge=1, le=30 * 86400)] = (
-        300  # the job gets a signal this long before the limit, drains and is requeued
-    )
+    # This long before the limit the job gets a signal, drains and is requeued
+    warn_before_s: Annotated[int, msgspec.Meta(ge=1, le=30 * 86400)] = 300
     requeue: bool = True  # false: a job at the time limit drains and ends
     num_seeds: Count = 1  # above 1: a job array with run.seed, run.seed + 1, ... and a folder for each
     # More options of sbatch, by name.
@@ -62,27 +61,26 @@ class SlurmConfig(Section, frozen=True):
 class ContainerConfig(Section, frozen=True):
     """The container for the processes of a Slurm job."""
 
-    runtime: Literal["none", "pyxis", "apptainer"] = "none"
-    image: str | None = None
+    runtime: Literal["none", "pyxis", "apptainer"] = "none"  # starts the processes of a step in the image
+    image: str | None = None  # path or name for the runtime; null with runtime=none
     mounts: tuple[str, ...] = ()  # SOURCE:TARGET, besides the run folder and the submission folder
 
 
 class LauncherConfig(Section, frozen=True):
-    num_hosts: Annotated[int, msgspec.Meta(ge=1, le=1024)] = (
-        1  # in a larger Ray cluster, Ray may use the other hosts too
-    )
+    # Of the run; in a larger Ray cluster, Ray may use the other hosts too
+    num_hosts: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     cores_per_host: CountOrNone = 0  # for the run; 0: all
-    gpus_per_host: CountOrNone | None = None  # null: all
-    memory_per_host: Bytes = 0  # or 64GB, 64GiB; 0: all
-    memory_per_gpu: Bytes = 0  # or 24GB, 24GiB; for the plan; 0: as the driver says
+    gpus_per_host: CountOrNone | None = None  # for the run; null: all
+    memory_per_host: Bytes = 0  # of the run, for the plan; 0: all
+    memory_per_gpu: Bytes = 0  # for the plan; 0: as the driver says
     max_restarts: Natural = 10  # of each rollout worker, within a day
     max_learner_restarts: Natural = 2  # from the newest checkpoint, while the workers continue
-    drain_timeout_s: Seconds = 60.0
+    drain_timeout_s: Seconds = 60.0  # time of all processes for the last checkpoint and their end
     # A process whose event loop stands still for this long, or whose embedded engine decodes and makes no token, ends
     # with exit code 1 and is restarted; null: never.
     hang_timeout_s: Seconds | None = 600.0
     place_timeout_s: Seconds = 600.0  # until Ray has room for all processes, or for restarted processes
-    min_free_disk_bytes: Natural = 200 * 2**20
+    min_free_disk_bytes: Natural = 200 * 2**20  # a start needs this much free disk
     slurm: SlurmConfig = SlurmConfig()
     container: ContainerConfig = ContainerConfig()
 

@@ -24,15 +24,15 @@ MOST_BETA = 0.99  # bfloat16 has 8 bits of precision: adding less than 1/256 of 
 
 
 class OptimizerConfig(Section, frozen=True):
-    learning_rate: PositiveFloat = 1e-6
-    betas: tuple[Share, Share] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegative = 0.0
+    learning_rate: PositiveFloat = 1e-6  # of AdamW, after the warmup
+    betas: tuple[Share, Share] = (0.9, 0.95)  # decay of the first and of the second moment
+    eps: PositiveFloat = 1e-8  # added to the root of the second moment
+    weight_decay: NonNegative = 0.0  # decoupled from the gradient; on matrices alone, unless decay_all
     decay_all: bool = False  # true: weight decay also on norms, biases and embeddings
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: Natural = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate after the warmup
+    warmup_steps: Natural = 0  # train steps in which the rate rises from 0
     final_share: Share = 0.0  # of learning_rate, at the end of a linear or cosine schedule
-    max_grad_norm: PositiveFloat = 1.0
+    max_grad_norm: PositiveFloat = 1.0  # a longer gradient is scaled to this norm
     state_dtype: Literal["float32", "bfloat16"] = "float32"  # of both moments: 8 or 4 bytes a parameter
 
 
@@ -43,9 +43,10 @@ class LoraConfig(Section, frozen=True):
     `model.dtype`. With `publish: adapters`, the worker of a server gets the adapters and merges them.
     """
 
-    rank: PositiveInt = 16
-    alpha: PositiveInt = 32  # the adapters' product is scaled by alpha / rank
+    rank: PositiveInt = 16  # inner size of an adapter
+    alpha: PositiveInt = 32  # the product of an adapter is scaled by alpha / rank
     targets: tuple[str, ...] | None = None  # names of linear layers; null: all but the head
+    # What a version is: the adapters, or merged weights; auto: adapters for the embedded engine.
     publish: Literal["auto", "adapters", "merged"] = "auto"
 
     def adapts(self, name: str) -> bool:
@@ -54,22 +55,22 @@ class LoraConfig(Section, frozen=True):
 
 
 class LearnerConfig(Section, frozen=True):
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # of the ranks; auto: GPUs if there are any
     # Processes, each on an own device, that share weights, gradients and states. auto: a quarter of the GPUs.
     num_ranks: AutoInt = 1
     num_replicas: Count = 1  # copies of the policy among the ranks; each is sharded over num_ranks / num_replicas
     num_threads: CountOrNone = 0  # CPU threads of a rank; 0: an equal share of the cores
-    num_train_steps: PositiveInt = 100
-    groups_per_step: ManyCount = 32
-    num_minibatches: PositiveInt = 1
-    # auto, for both: the fastest that the estimate fits into the memory of a rank's device.
-    microbatch_tokens: AutoTokens = 8192  # of a forward and backward pass on a rank
-    # Keep only the input of each layer, and compute the layer twice.
+    num_train_steps: PositiveInt = 100  # length of the run
+    groups_per_step: ManyCount = 32  # prompts of a train step, each with algorithm.group_size completions
+    num_minibatches: PositiveInt = 1  # optimizer steps in a train step
+    # Of a forward and backward pass on a rank; auto: the fastest that fits by the estimate.
+    microbatch_tokens: AutoTokens = 8192
+    # Keep only the input of each layer, and compute the layer twice; auto: if the memory needs it.
     gradient_checkpointing: bool | Literal["auto"] = False
     offload: Literal["none", "optimizer", "parameters"] = "none"  # kept in CPU memory between uses
     compile: bool = False  # torch.compile of each layer
     kernels: Literal["torch", "liger"] = "torch"  # of norms, rotations and activations; liger needs a GPU
-    lora: LoraConfig | None = None  # null: all weights are trained
+    lora: LoraConfig | None = None  # train adapters; null: all weights
     max_skipped_steps: Natural = 3  # non-finite steps in a row before the run stops
     collective_timeout_s: Seconds = 600.0  # a rank that does not respond for this long ends the run
     peak_flops: PositiveFloat | None = None  # of a rank's device, for the MFU; null: from the data sheet, if known

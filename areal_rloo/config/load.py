@@ -69,9 +69,8 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
 
 def find_config(name: str) -> Path:
     """Find a config by path, or by bare name: in the current folder, then among the shipped configs."""
-    package = Path(__file__).resolve().parent.parent
-    shipped = [package / "configs", package.parent / "configs"]
-    for path in [Path(name), *(folder / name for folder in shipped if Path(name).name == name)]:
+    shipped = {path.name: path for path in shipped_configs()}
+    for path in [Path(name), *([shipped[name]] if name in shipped else [])]:
         try:
             if path.is_file():
                 return path
@@ -81,9 +80,15 @@ def find_config(name: str) -> Path:
         inside = min(Path(name).glob("*.yaml"), default=None)
         such = "" if inside is None else f", such as {shown(str(inside))}"
         raise ConfigError(f"{shown(name)}: this is a folder; expected a config file{such}")
-    names = sorted(path.name for folder in shipped for path in folder.glob("*.yaml"))
-    expected = f"expected a path or one of the shipped {', '.join(names)}"
+    expected = f"expected a path or one of the shipped {', '.join(shipped)}"
     raise ConfigError(f"{shown(name)}: no such config file; {expected}")
+
+
+def shipped_configs() -> list[Path]:
+    """List the configs that come with the package: a wheel has them inside, a checkout beside it."""
+    package = Path(__file__).resolve().parent.parent
+    inside = package / "configs"
+    return sorted((inside if inside.is_dir() else package.parent / "configs").glob("*.yaml"))
 
 
 def _of_file(path: Path) -> Parsed:

@@ -35,11 +35,11 @@ _READERS = {  # option of an episode: the built-in types that read the option
 
 
 class SamplingConfig(Section, frozen=True):
-    temperature: Temperature = 1.0
-    top_p: Probability = 1.0
-    top_k: Natural = 0
-    max_new_tokens: Tokens = 512
-    min_new_tokens: Natural = 0
+    temperature: Temperature = 1.0  # divides the logits
+    top_p: Probability = 1.0  # share of the probability that sampling keeps; below 1 needs allow_truncated
+    top_k: Natural = 0  # sample from the k most likely tokens; 0: from all; above 0 needs allow_truncated
+    max_new_tokens: Tokens = 512  # longest completion, all turns together
+    min_new_tokens: Natural = 0  # shortest completion; above 0 needs allow_truncated
     # Accept top_p < 1, top_k > 0 or min_new_tokens > 0, although the learner's logprobs are of the full distribution.
     allow_truncated: bool = False
 
@@ -57,21 +57,21 @@ class EmbeddedConfig(Section, frozen=True):
 class PythonToolConfig(Section, frozen=True):
     """Limits of a program of the policy. The program has no network, no other process, and an own folder."""
 
-    cpu_s: Seconds = 5.0
-    wall_s: Seconds = 10.0
-    memory_bytes: PositiveInt = 512 * 2**20
+    cpu_s: Seconds = 5.0  # processor time of a program
+    wall_s: Seconds = 10.0  # time of a program
+    memory_bytes: PositiveInt = 512 * 2**20  # memory of a program
 
 
 class EpisodeConfig(Section, frozen=True):
     """How a sample is generated. `rollout.sampling.max_new_tokens` limits all turns of a sample together."""
 
     type: str = "single_turn"  # or multi_turn | tool_use | agent, or a class of yours: module:Class or file.py:Class
-    max_turns: PositiveInt = 4
+    max_turns: PositiveInt = 4  # multi_turn and tool_use: most turns of the policy
     max_turn_tokens: PositiveInt | None = None  # of a turn; null: all remaining tokens
     feedback: str = "That is not right. Try again."  # multi_turn: user message after a turn with too low a reward
     success_reward: Finite = 1.0  # multi_turn: stop at this reward or more
     turn_discount: Probability = 1.0  # multi_turn: factor on the reward for each turn before the last
-    tools: tuple[Literal["calculator", "python"], ...] = ("calculator",)  # tool_use
+    tools: tuple[Literal["calculator", "python"], ...] = ("calculator",)  # tool_use: the tools that the policy may call
     python: PythonToolConfig = PythonToolConfig()
     agent: str | None = None  # agent: module:function or path/to/file.py:function; talks to the chat endpoint
     num_agents: ManyCount | None = None  # agent: open sessions of a worker; null: twice rollout.num_slots
@@ -97,9 +97,9 @@ class EpisodeConfig(Section, frozen=True):
 
 
 class RolloutConfig(Section, frozen=True):
-    engine: Literal["embedded", "sglang", "vllm"] = "embedded"
+    engine: Literal["embedded", "sglang", "vllm"] = "embedded"  # in the worker (embedded), or a server of its own
     num_workers: AutoInt = 1  # auto: as many as GPUs without a learner rank, or as hosts
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # of the engines; auto: GPUs if there are any
     num_threads: CountOrNone = 0  # CPU threads of a worker; 0: an equal share of the cores
     num_slots: LeaseCount = 64  # completions decoded together
     lease_ahead_samples: LeaseCount | None = None  # leased beyond the slots; null: the worker's share of a batch
@@ -111,7 +111,7 @@ class RolloutConfig(Section, frozen=True):
     reward_memory_bytes: ProcessBytes = 8 * 2**30
     max_reward_failure_share: Share = 0.5  # of the last completions; above, the run ends with the first traceback
     sampling: SamplingConfig = SamplingConfig()
-    tensor_parallel: Count = 1  # devices that share a copy of the model
+    tensor_parallel: Count = 1  # devices that share a copy of the model; servers only
     # Put each worker on the GPU of a learner rank. side_by_side: both compute all the time, and the estimate splits the
     # memory. in_turns: an engine frees the cache and waits during a train step; on CPUs, too, and then both use all
     # cores. auto: if there is one GPU, side by side; an embedded engine in turns if half contexts have no room.

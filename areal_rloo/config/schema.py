@@ -43,7 +43,7 @@ _TOKEN_BYTES = 20  # of a token in a message: the id, the logprob, a span and a 
 
 class RunConfig(Section, frozen=True):
     name: str = "run"  # begins the name of the folder
-    seed: Natural = 0
+    seed: Natural = 0  # of prompts, sampling and initial weights
     folder: str | None = None  # null: runs/<name>-<time>
     entry: str | None = None  # module or file.py that every process imports; `entry:name` refers to names in it
 
@@ -54,25 +54,28 @@ class WarmStartConfig(Section, frozen=True):
     Accuracies are greedy, on validation prompts.
     """
 
-    until_accuracy: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.7  # stop at this accuracy,
-    keep_accuracy: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5  # and keep the last weights at or below this one
-    max_steps: Natural = 4000
-    batch_size: ManyCount = 8  # many small steps learn faster than few large steps
-    learning_rate: PositiveFloat = 1e-3
+    # Stop at this greedy accuracy on validation prompts.
+    until_accuracy: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.7
+    # Keep the last weights at or below this greedy accuracy.
+    keep_accuracy: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
+    max_steps: Natural = 4000  # stop after so many steps in any case
+    batch_size: ManyCount = 8  # demonstrations in a step; many small steps learn faster than few large steps
+    learning_rate: PositiveFloat = 1e-3  # of AdamW, constant
     error_rate: Share = 0.1  # share of wrong steps in the demonstrations
 
 
 class TinyModelConfig(Section, frozen=True):
     """Recipe of the built-in tiny model, used if `model.path` is `tiny`."""
 
-    architecture: Literal["qwen2", "qwen3", "llama"] = "qwen2"
-    hidden_size: Annotated[int, msgspec.Meta(ge=1, le=2**16)] = 96
-    num_layers: Count = 3
-    num_heads: Count = 6
-    num_kv_heads: Count = 6
-    max_position: Tokens = 4096
-    seed: Natural = 0
-    warm_start: WarmStartConfig | None = WarmStartConfig()  # null: keep the random weights
+    architecture: Literal["qwen2", "qwen3", "llama"] = "qwen2"  # the layers of this family of models
+    hidden_size: Annotated[int, msgspec.Meta(ge=1, le=2**16)] = 96  # width of a layer; a multiple of num_heads
+    num_layers: Count = 3  # transformer layers
+    num_heads: Count = 6  # attention heads of a layer
+    num_kv_heads: Count = 6  # heads of keys and values; a divisor of num_heads
+    max_position: Tokens = 4096  # longest context in tokens
+    seed: Natural = 0  # of the random weights
+    # Supervised training before the run; null: keep the random weights.
+    warm_start: WarmStartConfig | None = WarmStartConfig()
 
 
 class ReferenceConfig(Section, frozen=True):
@@ -85,13 +88,15 @@ class ReferenceConfig(Section, frozen=True):
 
 class ModelConfig(Section, frozen=True):
     path: str = "tiny"  # a folder, a hub name, or `tiny`: the built-in model, made on first use
-    reference: ReferenceConfig | None = ReferenceConfig()  # null: none
+    reference: ReferenceConfig | None = ReferenceConfig()  # the frozen policy of the KL term; null: none
     dtype: Literal["float32", "bfloat16"] = "float32"  # of computation; master weights are always float32
     tiny: TinyModelConfig = TinyModelConfig()
 
 
 class WeightsConfig(Section, frozen=True):
+    # auto: shared memory on one host, unless servers load the weights; else collective (NCCL, Gloo).
     transport: Literal["auto", "collective", "shared_memory"] = "auto"
+    # Weights are sent in pieces of this size.
     bucket_bytes: Annotated[int, msgspec.Meta(ge=2**16, le=2**40)] = 64 * 2**20
     timeout_s: Seconds = 60.0  # a worker that has not received a version after this time is left out
     # Publish the version after every so many train steps, and every evaluated version: less to send, staler tokens.
@@ -103,13 +108,14 @@ class WireConfig(Section, frozen=True):
     transport: Literal["auto", "tcp"] = "auto"
     host: str = "127.0.0.1"  # of TCP, whose messages are always encrypted, and of the weights' collectives
     port: Port = 0  # 0: a free port
-    heartbeat_s: Seconds = 1.0
+    heartbeat_s: Seconds = 1.0  # interval between signs of life of a rollout worker
+    # Without a sign of life for this long, a worker is lost, and others get the samples.
     heartbeat_timeout_s: Seconds = 15.0
     max_attempts: PositiveInt = 3  # leases of a sample before the sample is dropped
     # If a worker finishes no sample and generates no token for this time, other workers get its samples. Make it longer
     # than any call of a tool, an agent or a reward.
     stall_timeout_s: Seconds = 1800.0
-    max_message_bytes: MessageBytes = 256 * 2**20  # a row of the data has at most a fifth
+    max_message_bytes: MessageBytes = 256 * 2**20  # longest message; a row of the data has at most a fifth
     # Keep each batch in the run folder, for `areal_rloo.replay`: 8 bytes a completion token, 4 a prompt token.
     record: bool = False
 
@@ -120,8 +126,8 @@ class WireConfig(Section, frozen=True):
 
 
 class CheckpointConfig(Section, frozen=True):
-    every_n_steps: Natural = 50  # and after the first step; 0: only at the end and on drain
-    keep: PositiveInt = 2  # the newest
+    every_n_steps: Natural = 50  # interval between checkpoints, the first after step 1; 0: only at the end and on drain
+    keep: PositiveInt = 2  # number of the newest checkpoints that stay
     keep_best: bool = True  # also the checkpoint with the best held-out accuracy: a policy may collapse over night
     keep_every_n_steps: Natural = 0  # also those of every Kth step, a multiple of every_n_steps; 0: none
     # Save the tokens of unfinished samples, too, and continue these samples after a resume. For this, a server aborts
@@ -130,16 +136,16 @@ class CheckpointConfig(Section, frozen=True):
 
 
 class EvaluationConfig(Section, frozen=True):
-    every_n_versions: Natural = 10  # 0: only at the start and at the end
-    max_new_tokens: Tokens | None = None  # null: as in training
+    every_n_versions: Natural = 10  # interval between evaluations; 0: only at the start and at the end
+    max_new_tokens: Tokens | None = None  # of a completion; null: as in training
 
 
 class TelemetryConfig(Section, frozen=True):
     metrics_port: Port = 0  # of the learner; workers use the next ports; 0: free ports, named in the logs
     metrics_host: str = "127.0.0.1"  # address of /metrics; 0.0.0.0 for a Prometheus on another machine
     targets_folder: str | None = "runs/targets"  # each process writes a file with the port for Prometheus here
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    progress: bool = True
+    log_level: Literal["debug", "info", "warning", "error"] = "info"  # least level of a line in the logs
+    progress: bool = True  # print the state of the run on the terminal
     # Recorded in trajectories.jsonl (about 25 bytes a token), besides the last 256 dropped trajectories. 0: no record.
     trajectories_per_step: Natural = 16
     most_trajectories_bytes: PositiveInt = 2**29  # a longer trajectories.jsonl loses every second of the older steps

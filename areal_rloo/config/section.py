@@ -27,10 +27,10 @@ MOST_LEASED = 2**16  # samples in a worker's slots, and ahead of them: a message
 LeaseCount = Annotated[int, msgspec.Meta(ge=1, le=MOST_LEASED)]
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**24)]  # of a prompt, a completion or a row
 # The word `auto` is read as 0; the launcher decides.
-AutoInt = Annotated[int, msgspec.Meta(ge=0, le=4096, extra={"auto": True})]
-AutoTokens = Annotated[int, msgspec.Meta(ge=0, le=2**24, extra={"auto": True})]
+AutoInt = Annotated[int, msgspec.Meta(ge=0, le=4096, extra={"auto": True}, extra_json_schema={"auto": True})]
+AutoTokens = Annotated[int, msgspec.Meta(ge=0, le=2**24, extra={"auto": True}, extra_json_schema={"auto": True})]
 # Texts such as 24GB, 80GiB and 24e9 are read as bytes.
-Bytes = Annotated[int, msgspec.Meta(ge=0, le=_MOST_INT, extra={"bytes": True})]
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=_MOST_INT, extra={"bytes": True}, extra_json_schema={"bytes": True})]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0, le=_MOST_FLOAT)]
 # float32 tells no two logits of 8 apart that differ by less; below 1e-38, a logit / temperature is not finite.
 LEAST_TEMPERATURE = 1e-6

@@ -86,7 +86,7 @@ class ServerConfig(Section, frozen=True):
     api_key_env: str | None = None  # environment variable with the key of these servers
     pause: Literal["in_place", "retract"] = "in_place"  # while weights load: keep the cache, or recompute it afterwards
     start_timeout_s: Seconds = 600.0  # limit for the start of a server; large models take minutes
-    health_every_s: Seconds = 5.0
+    health_every_s: Seconds = 5.0  # interval between requests of the health of a server
     health_timeout_s: Seconds = 30.0  # a server without a good answer for this long counts as hung
     # A request without an answer for this long is aborted, and continues from the tokens so far.
     request_timeout_s: Seconds = 900.0

@@ -22,8 +22,7 @@ from areal_rloo.errors import DataError, UserError
 from areal_rloo.inspect import select
 from areal_rloo.inspect.shown import visible_line
 from areal_rloo.inspect.text import By, View, show, table, tallied
-from areal_rloo.standard_streams import open_missing_streams
-from areal_rloo.telemetry.progress import stop_printing
+from areal_rloo.program import run_main
 from areal_rloo.telemetry.trajectories import FILE_NAME, TrajectoryRecord, read_trajectories
 from areal_rloo.trace.joined import read_traces
 from areal_rloo.trace.lives import life_of
@@ -35,13 +34,13 @@ _MOST = 10
 _FIELDS = f"{', '.join(select.FIELDS)}, reward.NAME (part of the reward)"
 _EXAMPLES = """
 why is the reward flat?
-  python -m areal_rloo.inspect runs/latest --summary
-  python -m areal_rloo.inspect runs/latest --where 'reward<0.5' --sort -tokens --limit 3
-  python -m areal_rloo.inspect runs/latest --step 100: --where finish_reason=length
-  python -m areal_rloo.inspect runs/latest --dropped reward_timeout
-  python -m areal_rloo.inspect runs/latest --sample 40/3 --tokens
-  python -m areal_rloo.inspect runs/latest --life 40/3
-  python -m areal_rloo.inspect runs/latest --limit 0 --json | jq .reward_parts
+  areal-rloo inspect runs/latest --summary
+  areal-rloo inspect runs/latest --where 'reward<0.5' --sort -tokens --limit 3
+  areal-rloo inspect runs/latest --step 100: --where finish_reason=length
+  areal-rloo inspect runs/latest --dropped reward_timeout
+  areal-rloo inspect runs/latest --sample 40/3 --tokens
+  areal-rloo inspect runs/latest --life 40/3
+  areal-rloo inspect runs/latest --limit 0 --json | jq .reward_parts
 """
 
 
@@ -53,18 +52,17 @@ class _Console(Console):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; a mistake of the user gives a single line and exit code 2."""
-    open_missing_streams()
+    """Run the command.
+
+    Raises:
+        UserError: an argument or the folder is wrong.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without UTF-8
     try:
         _look(parse_arguments(arguments))
-        sys.stdout.flush()
     except UserError as error:
-        print(f"error: {visible_line(str(error))}", file=sys.stderr)  # noqa: T201 - the face of the program
-        return 2
-    except BrokenPipeError:  # `| head` has ended
-        stop_printing()
+        raise type(error)(visible_line(str(error))) from error
     except KeyboardInterrupt:
         return 130
     return 0
@@ -211,7 +209,7 @@ def _joined(arguments: Sequence[str]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m areal_rloo.inspect",
+        prog="areal-rloo inspect",
         description="Show the trajectories of a run: prompt, completion, reward, advantage, staleness, drop reason.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -269,4 +267,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_main(main))

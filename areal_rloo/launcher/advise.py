@@ -18,7 +18,7 @@ from areal_rloo.advice.forecast import best_setup, bottleneck, forecast, splits
 from areal_rloo.advice.simulation import Setup
 from areal_rloo.config import Config, check_run, check_unique, load_config
 from areal_rloo.errors import ConfigError
-from areal_rloo.launcher.start import Parser, run_main
+from areal_rloo.program import Parser, run_main
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UserError: the config is wrong, a folder has too few steps, or its run is of another model or task.
     """
-    parser = Parser(prog="python -m areal_rloo.launcher.advise", description="Advise on a split.", allow_abbrev=False)
+    parser = Parser(prog="areal-rloo advise", description="Advise on a split.", overrides=True)
     parser.add_argument("--config", required=True, help="a path, or the name of a shipped config")
     parser.add_argument("--from", dest="folders", type=Path, action="append", metavar="RUN_FOLDER")
     parser.add_argument("--devices", type=int, metavar="N", help="of learner and workers together")

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from areal_rloo.launcher.interrupts import end_on_interrupt
+from areal_rloo.program import end_on_interrupt, run_main
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -35,7 +35,6 @@ from areal_rloo.launcher.start import (
     look,
     parse,
     placed,
-    run_main,
     say_first,
     show_plan,
 )

@@ -187,7 +187,12 @@ def submitted_file(folder: Path) -> Path:
     return folder / _SUBMITTED.format(f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
 
 
-def write_beginning(folder: Path, config: Config, hosts: Sequence[Host]) -> str:
+def newest_submitted(folder: Path) -> Path | None:
+    """Return the config of the last submission to Slurm, or None."""
+    return max(folder.glob(_SUBMITTED.format("*")), default=None)
+
+
+def write_beginning(folder: Path, config: Config, hosts: Sequence[Host], launcher: str = "local") -> str:
     """Write the resolved config, a line about this start, and CURVE keys for a wire over TCP; point runs/latest here.
 
     The summary of an earlier start is set aside, until the learner begins. Returns a line for the user if other code
@@ -203,6 +208,7 @@ def write_beginning(folder: Path, config: Config, hosts: Sequence[Host]) -> str:
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "python": sys.version,
         "platform": platform.platform(),
+        "launcher": launcher,
         "hosts": hosts,
         "code": code,
         "packages": {name: _version(name) for name in packages},

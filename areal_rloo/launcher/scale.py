@@ -14,8 +14,8 @@ from pathlib import Path
 from areal_rloo.config import check_run, load_config
 from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.fleet import Wish, ask, check_number, is_asked, read_answer
-from areal_rloo.launcher.start import Parser, run_main
 from areal_rloo.learner.lock import is_in_use
+from areal_rloo.program import Parser, run_main
 from areal_rloo.waiting import wait_until
 
 _ANSWER_TIMEOUT_S = 90.0  # an earlier change may have to drain workers first
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UserError: the folder has no running run, or the launcher refuses.
     """
-    parser = Parser(prog="python -m areal_rloo.launcher.scale", description="Change a running run.")
+    parser = Parser(prog="areal-rloo scale", description="Change a running run.")
     parser.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="such as runs/latest")
     parser.add_argument("--workers", type=int, required=True, metavar="N", help="the number of rollout workers")
     options = parser.parse_args(arguments)

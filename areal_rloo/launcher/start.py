@@ -4,19 +4,18 @@
 
 Before `show_plan`, the local launcher calls `check_here`; the others run elsewhere, where `look` makes these checks.
 
-A mistake of the user ends the launcher with a line and exit code 2 before anything is started (`run_main`).
+A mistake of the user ends the launcher with a line and exit code 2 before anything is started (`program.run_main`).
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from areal_rloo.config import Config, check_unique, dump_config, import_entry, load_config
 from areal_rloo.errors import ConfigError, PreflightError, UserError, shown
@@ -37,7 +36,6 @@ from areal_rloo.launcher.doctor.limits import check_memory, check_processes, lac
 from areal_rloo.launcher.doctor.software import check_extras
 from areal_rloo.launcher.fit import few_words, memory_words, model_sizes, resolved, unused_words
 from areal_rloo.launcher.gpu_need import gpu_need
-from areal_rloo.launcher.interrupts import NOTHING_STARTED, raise_on_interrupt
 from areal_rloo.launcher.nccl import with_transport
 from areal_rloo.launcher.placement import Host, Placement, crowded_words, place
 from areal_rloo.launcher.plan import JobRequest, as_json, as_table, on_network, plan_run, wire_address
@@ -52,9 +50,9 @@ from areal_rloo.launcher.run_folder import (
 from areal_rloo.learner.checkpoint_folder import folder_of, standing
 from areal_rloo.learner.lock import DEAD_HOST_S, Patience, lock_path, lock_run_folder, wait_for_learner
 from areal_rloo.models.sizes import Sizes
-from areal_rloo.standard_streams import open_missing_streams
+from areal_rloo.program import Parser
+from areal_rloo.standard_streams import stop_printing
 from areal_rloo.telemetry.logs import get_logger, setup_logs
-from areal_rloo.telemetry.progress import stop_printing
 from areal_rloo.telemetry.stacks import show_on_signal
 
 logger = get_logger(__name__)
@@ -71,29 +69,6 @@ class Options:
     of_launcher: dict[str, Any]
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are a single line, as all errors of the user."""
-
-    def error(self, message: str) -> NoReturn:
-        usage = " ".join(self.format_usage().split()).removeprefix("usage: ")
-        raise ConfigError(f"{message}; expected {usage} [key.path=value ...]")
-
-
-def run_main(main: Callable[[Sequence[str]], int]) -> int:
-    """Call the main function of a launcher; print a `UserError` as a line, and return the exit code."""
-    open_missing_streams()
-    show_on_signal()
-    try:
-        raise_on_interrupt()
-        return main(sys.argv[1:])
-    except UserError as error:
-        _say(f"error: {error}")
-        return error.exit_code
-    except KeyboardInterrupt:
-        _say(NOTHING_STARTED)
-        return 130
-
-
 def parse(
     launcher: str, arguments: Sequence[str], *, options: Mapping[str, Mapping[str, Any]] | None = None
 ) -> Options:
@@ -106,9 +81,10 @@ def parse(
         ConfigError: the config, an override or the entry is wrong.
     """
     parser = Parser(
-        prog=f"python -m areal_rloo.launcher.{launcher}",
-        description="Overrides follow as key.path=value or --key.path=value, e.g. algorithm.max_staleness=0.",
-        allow_abbrev=False,
+        prog="areal-rloo run" if launcher == "local" else f"areal-rloo run --launcher {launcher}",
+        description="Train with a config, here or with --launcher slurm or ray.\n"
+        "Overrides follow as key.path=value or --key.path=value, e.g. algorithm.max_staleness=0.",
+        overrides=True,
     )
     parser.add_argument("--config", required=True, help="a path, or the name of a shipped config")
     parser.add_argument("--entry", help="your script or module, imported by every process; may stand first")
@@ -120,6 +96,7 @@ def parse(
     if arguments and arguments[0].endswith(".py"):
         arguments = ["--entry", *arguments]
     known, rest = parser.parse_known_args(arguments)
+    show_on_signal()
     for argument in rest:
         if "=" not in argument:
             raise ConfigError(
@@ -348,6 +325,7 @@ def begin(
     ports: tuple[int, ...],
     resume: bool,
     private_folder: Path | None = None,
+    launcher: str = "local",
 ) -> JobRequest:
     """Write the input files of the processes into the locked folder, and describe the run.
 
@@ -371,7 +349,7 @@ def begin(
             f"{config.learner.num_train_steps}; raise this number to go on"
         )
     try:
-        changed = write_beginning(folder, config, placement.hosts)
+        changed = write_beginning(folder, config, placement.hosts, launcher)
     except OSError as error:  # a full disk
         raise PreflightError(f"run.folder: {folder} cannot be written: {error.strerror}; free some disk") from error
     if changed:

@@ -24,13 +24,14 @@ from transformers import PreTrainedTokenizerBase
 from areal_rloo.config import Config, dump_config, import_entry, load_config
 from areal_rloo.errors import EXIT_RANK_LOST
 from areal_rloo.files import memory_folder, remove_abandoned, remove_unfinished
-from areal_rloo.intake.evaluation import EvalSet, Evaluation
+from areal_rloo.intake.eval_sets import eval_sets
+from areal_rloo.intake.evaluation import Evaluation
 from areal_rloo.intake.fleet import FleetStatistics
 from areal_rloo.intake.group_filter import load_group_filter
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.lies import Lies, LieStatistics
-from areal_rloo.intake.prompts import Prompt, PromptStream, Tokenizer
+from areal_rloo.intake.prompts import PromptStream, Tokenizer
 from areal_rloo.intake.service import IntakeService
 from areal_rloo.learner.batches import BatchRecorder, Start, cut_batches, software
 from areal_rloo.learner.batches import folder_of as batches_of
@@ -52,7 +53,7 @@ from areal_rloo.learner.turn import turn_of_learner
 from areal_rloo.models.device import grow_segments
 from areal_rloo.models.files import load_tokenizer, policy_folder, stop_token_ids
 from areal_rloo.standard_streams import open_missing_streams
-from areal_rloo.tasks import load_eval, load_train
+from areal_rloo.tasks import load_train
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.tasks.tools import tool_schemas
 from areal_rloo.telemetry.health import Health, HealthStatistics
@@ -186,7 +187,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
         config,
         ledger=ledger,
         stream=stream,
-        evaluation=Evaluation(_eval_sets(config, tokenize), reporter.evaluation),
+        evaluation=Evaluation(eval_sets(config, tokenize), reporter.evaluation),
         offers=broadcaster.offers,
         policy_version=policy_version,
         history=(*history, (uuid.uuid4().hex, policy_version)),
@@ -274,23 +275,6 @@ def _channel(config: Config, arguments: Arguments) -> Callable[[], LearnerChanne
     address = read_address(arguments.wire, keys=arguments.run_folder / "keys", end="learner")
     limits = Limits(max_message_bytes=config.wire.max_message_bytes)
     return lambda: LearnerChannel.bind(address, limits=limits)
-
-
-def _eval_sets(config: Config, tokenize: Tokenizer) -> list[EvalSet]:
-    sets = []
-    sources = load_eval(config.data, seed=config.run.seed, most_item_bytes=config.wire.most_item_bytes)
-    for source, settings in zip(sources, config.data.eval_sources, strict=True):
-        num_truncated = tokenize.num_truncated
-        tokenized = [(index, tokenize(item, 1 + index), item) for index, item in enumerate(source.items)]
-        prompts = [Prompt(0, index, tokens, item) for index, tokens, item in tokenized if tokens is not None]
-        if tokenize.num_truncated > num_truncated:
-            num_truncated = tokenize.num_truncated - num_truncated
-            logger.warning("evaluation on %s truncates %d prompts", source.label, num_truncated)
-        if len(prompts) < len(tokenized):
-            text = "evaluation on %s leaves out %d of %d prompts for their length"
-            logger.warning(text, source.label, len(tokenized) - len(prompts), len(tokenized))
-        sets.append(EvalSet(source.label, prompts, settings.num_samples))
-    return sets
 
 
 def _reporter(

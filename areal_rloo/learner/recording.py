@@ -15,10 +15,11 @@ import numpy as np
 
 from areal_rloo.config import TelemetryConfig
 from areal_rloo.intake.ledger import Drop
+from areal_rloo.intake.prompts import Prompt
 from areal_rloo.learner.advantages import Advantages, Masks
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.trajectories import TrajectoryFile, TrajectoryRecord
-from areal_rloo.trajectory import Completion, Group, Trajectory
+from areal_rloo.trajectory import Completion, Group, SampleId, Trajectory
 
 logger = get_logger(__name__)
 
@@ -33,8 +34,7 @@ class Recorder:
         """`trajectories_per_step`: about how many of a batch; 0 writes nothing, and no dropped samples either."""
         self._num_wanted = config.trajectories_per_step
         self._file = TrajectoryFile(path, most_bytes=config.most_trajectories_bytes) if self._num_wanted else None
-        self._tokenizer = tokenizer
-        self._pieces: dict[int, str] = {}
+        self._records = RecordMaker(tokenizer)
         self._num_lost = 0
 
     def step(
@@ -78,23 +78,43 @@ class Recorder:
                 for offset, trajectory in enumerate(group.trajectories):
                     numbers = _training_numbers(trajectory, masks, advantages, first + offset, policy_version)
                     place = _place(policy_version, group.source, group.epoch, group.item_index)
-                    yield self._record(group.trajectories, offset, place, **numbers)
+                    yield self._records.record(group.trajectories, offset, place, **numbers)
             first += len(group.trajectories)
 
     def _dropped(self, drops: Iterable[Drop], policy_version: int) -> Iterator[TrajectoryRecord]:
         for drop in drops:
-            prompt = drop.prompt
-            place = _place(policy_version, prompt.item.source, prompt.epoch, prompt.item_index)
             reason = {"dropped": drop.reason, "detail": drop.detail}
-            for offset in range(len(drop.trajectories)):
-                yield self._record(drop.trajectories, offset, place, **reason)
-            if not drop.trajectories:
-                lost = Trajectory(drop.group_id, drop.sample_index, np.array(prompt.tokens), _NOTHING, 0.0)
-                yield self._record([lost], 0, place, reward=None, finish_reason="", **reason)
+            sample_id = (drop.group_id, drop.sample_index)
+            yield from self._records.of_sample(sample_id, drop.trajectories, drop.prompt, policy_version, **reason)
 
-    def _record(
+
+class RecordMaker:
+    """Makes records of trajectories; decodes each token once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._pieces: dict[int, str] = {}
+
+    def of_sample(
+        self,
+        sample_id: SampleId,
+        trajectories: Sequence[Trajectory],
+        prompt: Prompt,
+        policy_version: int,
+        **rest: Any,
+    ) -> Iterator[TrajectoryRecord]:
+        """Give the records of a sample, which was not trained on; a record without tokens if there is no trajectory."""
+        place = _place(policy_version, prompt.item.source, prompt.epoch, prompt.item_index)
+        for offset in range(len(trajectories)):
+            yield self.record(trajectories, offset, place, **rest)
+        if not trajectories:
+            lost = Trajectory(*sample_id, np.array(prompt.tokens), _NOTHING, 0.0)
+            yield self.record([lost], 0, place, reward=None, finish_reason="", **rest)
+
+    def record(
         self, trajectories: Sequence[Trajectory], index: int, place: dict[str, Any], **rest: Any
     ) -> TrajectoryRecord:
+        """Make the record of a trajectory among others; `rest` are fields beyond those of the trajectory itself."""
         trajectory = trajectories[index]
         completion = trajectory.completion
         versions, counts = np.unique(completion.versions, return_counts=True)

@@ -13,19 +13,18 @@ from typing import NoReturn
 
 from areal_rloo.errors import DataError
 from areal_rloo.learner.batches import software
+from areal_rloo.program import run_main
 from areal_rloo.replay.recording import Part, Recording, changed_starts, find_part, read_recording, spans
 from areal_rloo.replay.steps import Numbers, Repeated, build_train_step, load_start_config, repeat
-from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.telemetry.logs import run_to_exit_code, setup_logs
-from areal_rloo.telemetry.progress import stop_printing
 
 _SHOWN = 3  # numbers that differ, in the line of a step
 _EXAMPLES = """
 the loss jumps at step 412:
-  python -m areal_rloo.replay runs/latest --list
-  python -m areal_rloo.replay runs/latest --from 411 --to 412
-  python -m areal_rloo.replay runs/latest --from 411 --to 412 --set algorithm.loss.behaviour_weight.upper=2
-  python -m pdb -m areal_rloo.replay runs/latest --from 411 --to 412
+  areal-rloo replay runs/latest --list
+  areal-rloo replay runs/latest --from 411 --to 412
+  areal-rloo replay runs/latest --from 411 --to 412 --set algorithm.loss.behaviour_weight.upper=2
+  python -m pdb -m areal_rloo replay runs/latest --from 411 --to 412
 """
 
 
@@ -43,13 +42,8 @@ class Arguments(argparse.Namespace):
 
 def main(words: Sequence[str]) -> int:
     """Run the command; a mistake of the user gives a single line and exit code 2."""
-    open_missing_streams()
     setup_logs("replay", level="error", file=None)
-    try:
-        return run_to_exit_code(lambda: _replay(parse_arguments(words)))
-    except BrokenPipeError:  # `| head` has ended
-        stop_printing()
-        return 0
+    return run_to_exit_code(lambda: _replay(parse_arguments(words)))
 
 
 def parse_arguments(words: Sequence[str]) -> Arguments:
@@ -162,7 +156,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m areal_rloo.replay",
+        prog="areal-rloo replay",
         description="Run train steps of a run with wire.record=true again, without workers, and compare the numbers.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -195,4 +189,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_main(main))

@@ -70,8 +70,7 @@ class RolloutWorker:
         chat: ChatFormat,
         stop_token_ids: tuple[int, ...],
     ) -> None:
-        self._config = config
-        self._channel, self._engine, self._receiver = channel, engine, receiver
+        self._config, self._channel, self._engine, self._receiver = config, channel, engine, receiver
         self._episode, self._rewards, self._chat, self._stop_token_ids = episode, rewards, chat, stop_token_ids
         self._limits = Limits(config.wire.max_message_bytes, config.rollout.episode.max_trajectories)
         self._protocol = WorkerProtocol(
@@ -83,7 +82,6 @@ class RolloutWorker:
             max_batch_bytes=min(_BATCH_BYTES, config.wire.max_message_bytes // 2),
         )
         self._submitter = Submitter(engine, context_tokens=config.context_tokens)
-        self._eval_sets = {source.label: source for source in config.data.eval_sources}
         self._episodes: dict[Duty, tuple[asyncio.Task[None], Journal]] = {}
         self._asked_for_partials = asyncio.Event()
         self._deadlines = Deadlines(config.rollout.episode.timeout_s)
@@ -219,7 +217,7 @@ class RolloutWorker:
         engine = SampleEngine(
             submitter=self._submitter,
             name=f"{lease.group_id}/{duty.sample_index}/{self._num_episodes}",
-            sampling=self._sampling(lease, duty.sample_index),
+            sampling=sampling_of(self._config, sample, lease.seed + duty.sample_index, self._stop_token_ids),
             min_version=lease.min_version,
             pinned=lease.purpose == "eval",
             max_turn_tokens=self._config.rollout.episode.max_turn_tokens,
@@ -261,16 +259,18 @@ class RolloutWorker:
             if not self._end.done():
                 self._end.set_exception(error)
 
-    def _sampling(self, lease: wire.Lease, index: int) -> SamplingParameters:
-        evaluates, sampling = lease.purpose == "eval", self._config.rollout.sampling
-        chosen = self._eval_sets[lease.item.source] if evaluates else sampling
-        return SamplingParameters(
-            max_new_tokens=self._config.eval_max_new_tokens if evaluates else sampling.max_new_tokens,
-            min_new_tokens=0 if evaluates else sampling.min_new_tokens,
-            temperature=chosen.temperature or 1.0,
-            top_p=chosen.top_p,
-            top_k=chosen.top_k,
-            greedy=chosen.temperature == 0,
-            seed=lease.seed + index,
-            stop_token_ids=self._stop_token_ids,
-        )
+
+def sampling_of(config: Config, sample: Sample, seed: int, stop_token_ids: tuple[int, ...]) -> SamplingParameters:
+    """Return the sampling of the run, or of the evaluation set of the sample."""
+    evaluates, sampling, sets = sample.purpose == "eval", config.rollout.sampling, config.data.eval_sources
+    chosen = next(found for found in sets if found.label == sample.item.source) if evaluates else sampling
+    return SamplingParameters(
+        max_new_tokens=config.eval_max_new_tokens if evaluates else sampling.max_new_tokens,
+        min_new_tokens=0 if evaluates else sampling.min_new_tokens,
+        temperature=chosen.temperature or 1.0,
+        top_p=chosen.top_p,
+        top_k=chosen.top_k,
+        greedy=chosen.temperature == 0,
+        seed=seed,
+        stop_token_ids=stop_token_ids,
+    )

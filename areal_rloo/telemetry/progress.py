@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import sys
 import time
 from collections import deque
@@ -15,6 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from areal_rloo.errors import printable
+from areal_rloo.standard_streams import stop_printing
 from areal_rloo.telemetry.bound import WINDOW, bound_of
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
@@ -23,11 +23,6 @@ logger = get_logger(__name__)
 
 _PLAIN_EVERY_S = 2.0
 _MOST_FIXED = 1e12  # larger numbers are written with an exponent
-
-
-def stop_printing() -> None:
-    """Discard all output, the buffered output too, because the reader of the pipe is gone."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class RunConsole(Console):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 
 from areal_rloo.config import check_run, load_config
-from areal_rloo.errors import UserError
 from areal_rloo.learner.stretches import breaks_of
-from areal_rloo.standard_streams import open_missing_streams
+from areal_rloo.program import Parser, run_main
 from areal_rloo.telemetry.health import Health
 from areal_rloo.telemetry.metrics import RecordTail
 from areal_rloo.telemetry.records import Record, TrainRecord
@@ -25,18 +24,18 @@ _EVERY_S = 2.0
 _BETWEEN_S = 1.0
 
 
-def main() -> int:
-    """Follow the run in a folder until Ctrl-C."""
-    open_missing_streams()
-    parser = argparse.ArgumentParser(prog="python -m areal_rloo.top", description="Follow a run on the terminal.")
+def main(arguments: Sequence[str]) -> int:
+    """Follow the run in a folder until Ctrl-C.
+
+    Raises:
+        UserError: the folder has no run.
+    """
+    parser = Parser(prog="areal-rloo top", description="Follow a run on the terminal.")
     parser.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="such as runs/latest")
     parser.add_argument("--once", action="store_true", help="print the state and end")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     try:
         _follow(options.run_folder, once=options.once)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the face of the program
-        return 2
     except KeyboardInterrupt:
         return 130
     return 0
@@ -72,4 +71,4 @@ def _follow(folder: Path, *, once: bool) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

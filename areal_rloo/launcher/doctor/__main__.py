@@ -23,15 +23,13 @@ from areal_rloo.launcher.doctor.base import refused, unsure, wrong
 from areal_rloo.launcher.doctor.inputs import check_loading
 from areal_rloo.launcher.hosts import refused_here
 from areal_rloo.launcher.run_folder import choose_folder
-from areal_rloo.standard_streams import open_missing_streams
-from areal_rloo.telemetry.progress import stop_printing
+from areal_rloo.program import run_main
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the checks, print the findings and their counts, give the exit code."""
-    open_missing_streams()
     parser = argparse.ArgumentParser(
-        prog="python -m areal_rloo.launcher.doctor",
+        prog="areal-rloo doctor",
         description="Check this host and the needs of a config. Overrides follow as key.path=value.",
         allow_abbrev=False,
     )
@@ -105,7 +103,4 @@ def _print(line: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except BrokenPipeError:  # the reader closed the pipe, as `| head` does
-        stop_printing()
+    sys.exit(run_main(main))

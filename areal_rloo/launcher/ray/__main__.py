@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_rloo.launcher.interrupts import end_on_interrupt
+from areal_rloo.program import end_on_interrupt, run_main
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -34,7 +34,6 @@ from areal_rloo.launcher.start import (
     leaves_nothing,
     look,
     parse,
-    run_main,
     say_first,
     show_plan,
     transported,
@@ -74,7 +73,8 @@ def main(arguments: Sequence[str]) -> int:
     with _cluster(options) as cluster:
         config, placement = cluster.place(config, name=folder.name)
         config = transported(config, placement)
-        request = begin(config, placement, folder, ports=cluster.reserve_ports(2), resume=options.resume)
+        ports = cluster.reserve_ports(2)
+        request = begin(config, placement, folder, ports=ports, resume=options.resume, launcher="ray")
         return Job(request, cluster.starter(request), ReservedRoom(placement), Signals().install()).run()
 
 

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
-from areal_rloo.launcher.interrupts import end_on_interrupt
+from areal_rloo.program import end_on_interrupt, run_main
+from areal_rloo.standard_streams import stop_printing
 
 if __name__ == "__main__":
     end_on_interrupt()
@@ -29,8 +30,7 @@ from areal_rloo.launcher.job import Signals
 from areal_rloo.launcher.processes import Tail
 from areal_rloo.launcher.run_folder import choose_folder, make_run_folder, point_latest, script_file, submitted_file
 from areal_rloo.launcher.slurm.pending import Pending
-from areal_rloo.launcher.start import check, check_writable, parse, placed, run_main, say_first, show_plan
-from areal_rloo.telemetry.progress import stop_printing
+from areal_rloo.launcher.start import check, check_writable, parse, placed, say_first, show_plan
 
 _MIB = 2**20
 _TEMPLATE = "slurm/run.sbatch"

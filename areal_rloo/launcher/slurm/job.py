@@ -35,11 +35,13 @@ from areal_rloo.launcher.placement import Host
 from areal_rloo.launcher.plan import ProcessSpec
 from areal_rloo.launcher.processes import LocalProcess
 from areal_rloo.launcher.run_folder import has_begun
-from areal_rloo.launcher.start import begin, hold, look, placed, run_main
+from areal_rloo.launcher.start import begin, hold, look, placed
 from areal_rloo.learner.checkpoint_folder import folder_of, standing
 from areal_rloo.ports import ReservedPorts, address_towards, look_up
+from areal_rloo.program import run_main
 from areal_rloo.standard_streams import stamp_lines
 from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.stacks import show_on_signal
 
 logger = get_logger(__name__)
 
@@ -61,6 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     signals = Signals().install(with_usr1=True)
     stamp_lines()
+    show_on_signal()
     parser = argparse.ArgumentParser(prog="python -m areal_rloo.launcher.slurm.job")
     parser.add_argument("--run-folder", type=Path, required=True)
     parser.add_argument("--submitted", required=True, help="the file in the run folder with the config")
@@ -78,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     config, placement = placed(config, _allocated_hosts(config.launcher))
     look(config, folder, runs_here=config.launcher.container.runtime == "none")
     with ReservedPorts(2) as reserved:
-        request = begin(config, placement, folder, ports=reserved.ports, resume=resume)
+        request = begin(config, placement, folder, ports=reserved.ports, resume=resume, launcher="slurm")
         job = Job(request, StepStarter(config.launcher, folder), AllocatedRoom(), signals)
         code = job.run()
     if not job.unfinished or signals.num_ends or not config.launcher.slurm.requeue:

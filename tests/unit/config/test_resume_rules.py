@@ -1,39 +1,27 @@
 """The effect of each changed option on a resume: every key has a rule, and every change is named."""
 
-import inspect
 import re
-import types
-import typing
 from typing import Any
 
-import msgspec
 import pytest
 
-from areal_rloo.config import Config, load_config
+from areal_rloo.config import load_config
+from areal_rloo.config.options import groups
 from areal_rloo.config.resume import changes, rules, shown
 
 _LOSES = re.compile(r"\b(drops?|refuses?|(is|are) (dropped|refused|aborted))\b")
 
 
-def _keys(struct: Any, prefix: str = "") -> list[str]:
-    """List the keys with a value of their own, and optional sections and lists of sections, in order."""
-    keys = []
-    for name, hint in typing.get_type_hints(struct).items():
-        options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        sections = [o for o in (*options, *(a for o in options for a in typing.get_args(o))) if _is_section(o)]
-        if not _is_section(hint):
-            keys.append(prefix + name)
-        for section in dict.fromkeys(sections):
-            keys += _keys(section, f"{prefix}{name}.")
-    return keys
-
-
-def _is_section(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, msgspec.Struct)
+# Keys without the positions in lists and the names in mappings.
+_MEANINGS = {
+    ".".join(part for part in option.key.split(".") if part not in ("N", "NAME")): option.meaning
+    for group in groups()
+    for option in group.options
+}
 
 
 def test_every_key_of_the_config_has_exactly_one_rule() -> None:
-    assert sorted(rules()) == sorted(_keys(Config))
+    assert sorted(rules()) == sorted(_MEANINGS)
 
 
 def test_every_rule_but_exact_says_what_follows() -> None:
@@ -41,26 +29,8 @@ def test_every_rule_but_exact_says_what_follows() -> None:
         assert (rule.effect == "exact") == (rule.words == ""), key
 
 
-def _comments(struct: Any, prefix: str = "") -> dict[str, str]:
-    """Give the comments above and behind each key, as one text."""
-    found = {}
-    for part in reversed([part for part in struct.__mro__ if _is_section(part) and part is not msgspec.Struct]):
-        above = ""
-        for line in inspect.getsource(part).splitlines():
-            code, _, comment = line.strip().partition("# ")
-            field = re.match(r"(\w+): ", code)
-            if field and field[1] in part.__struct_fields__:
-                found[prefix + field[1]] = f"{above}{comment}"
-            above = f"{above}{comment} " if not code else ""
-    for name, hint in typing.get_type_hints(struct).items():
-        options = (hint, *typing.get_args(hint), *(a for o in typing.get_args(hint) for a in typing.get_args(o)))
-        for section in filter(_is_section, options):
-            found |= _comments(section, f"{prefix}{name}.")
-    return found
-
-
-def test_a_key_whose_comment_says_that_samples_are_lost_is_not_exact() -> None:
-    lossy = [key for key, comment in _comments(Config).items() if _LOSES.search(comment)]
+def test_a_key_whose_meaning_says_that_samples_are_lost_is_not_exact() -> None:
+    lossy = [key for key, meaning in _MEANINGS.items() if _LOSES.search(meaning)]
     assert {"rollout.reward_memory_bytes", "rollout.episode.timeout_s", "wire.max_attempts"} <= set(lossy)
     assert [key for key in lossy if rules()[key].effect == "exact"] == []
 

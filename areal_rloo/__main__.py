@@ -1,0 +1,88 @@
+"""The command `areal-rloo`, also `python -m areal_rloo`: the name of a program and arguments in, an exit code out.
+
+Every program is a module with `main(arguments)`, imported when asked for: most need no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
+
+from areal_rloo.program import end_on_interrupt, run_main
+
+
+class Program(NamedTuple):
+    """A module with `main(arguments)`, arguments before those of the user, and words for the list of programs."""
+
+    module: str
+    words: str
+    first: tuple[str, ...] = ()
+
+
+PROGRAMS = {
+    "quickstart": Program(
+        "areal_rloo.launcher.run", "train a tiny model to add, on any machine", ("--config", "quickstart.yaml")
+    ),
+    "run": Program("areal_rloo.launcher.run", "train with a config, here or with --launcher slurm or ray"),
+    "resume": Program("areal_rloo.launcher.resume", "go on with a run from the newest checkpoint"),
+    "doctor": Program("areal_rloo.launcher.doctor.__main__", "find what would end or slow down a run, with fixes"),
+    "scale": Program("areal_rloo.launcher.scale", "change the number of rollout workers of a running run"),
+    "advise": Program("areal_rloo.launcher.advise", "how to split devices, from the speeds of a run"),
+    "config": Program("areal_rloo.config.__main__", "show options, compare configs, write the JSON schema"),
+    "top": Program("areal_rloo.top.__main__", "follow a run on the terminal"),
+    "inspect": Program("areal_rloo.inspect.__main__", "show and search the trajectories of a run"),
+    "report": Program("areal_rloo.report.__main__", "draw a run, or compare runs, as an HTML page"),
+    "replay": Program("areal_rloo.replay.__main__", "repeat recorded train steps"),
+    "evaluate": Program("areal_rloo.stages.evaluate", "measure a model on evaluation sets: pass@k, maj@k, intervals"),
+    "generate": Program("areal_rloo.stages.generate", "write samples with logprobs and rewards to a file"),
+    "export": Program("areal_rloo.stages.export", "copy the model of a checkpoint, with a model card"),
+    "completion": Program("areal_rloo.completion", "print the completion script of a shell"),
+}
+_EXAMPLES = """
+examples:
+  areal-rloo quickstart
+  areal-rloo run --config gsm8k_rloo.yaml launcher.memory_per_gpu=48GB --dry-run
+  areal-rloo run --launcher slurm --config gsm8k_rloo.yaml launcher.num_hosts=4 launcher.gpus_per_host=8
+  areal-rloo resume runs/latest
+  areal-rloo config show algorithm.max_staleness
+  eval "$(areal-rloo completion bash)"
+
+`areal-rloo PROGRAM --help` lists the arguments of a program."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the program that the first argument names; return the exit code of the program."""
+    name, *rest = arguments or ("--help",)
+    if name in ("--help", "-h"):
+        print(help_text())  # noqa: T201 - the face of the program
+        return 0
+    program = PROGRAMS.get(name)
+    if program is None:
+        close = difflib.get_close_matches(name, PROGRAMS, n=1)
+        hint = f"did you mean '{close[0]}'?" if close else f"expected one of {', '.join(PROGRAMS)}"
+        print(f"error: {name!a}: no such program; {hint}", file=sys.stderr)  # noqa: T201
+        return 2
+    end_on_interrupt()  # until the program has been imported
+    return run_main(importlib.import_module(program.module).main, [*program.first, *rest])
+
+
+def help_text() -> str:
+    """Return the list of programs, with examples."""
+    width = max(map(len, PROGRAMS))
+    lines = (f"  {name:<{width}}  {program.words}" for name, program in PROGRAMS.items())
+    return "\n".join(("usage: areal-rloo PROGRAM [arguments]\n\nprograms:", *lines, _EXAMPLES))
+
+
+def script() -> NoReturn:
+    """Run the console script `areal-rloo`, and exit with the code of the program."""
+    code = main(sys.argv[1:])
+    from areal_rloo.waiting import exit_despite_threads  # noqa: PLC0415 - only now: asyncio is slow to import
+
+    exit_despite_threads(code)  # of the code of the user
+
+
+if __name__ == "__main__":
+    script()

@@ -1,0 +1,72 @@
+"""How a program begins and ends: Ctrl-C, closed streams, mistakes of the user, the exit code. Imports quick modules."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, NoReturn
+
+from areal_rloo.errors import ConfigError, UserError
+from areal_rloo.standard_streams import open_missing_streams, stop_printing
+
+_NOTHING_STARTED = "stopped before anything had started"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are a single line, as all errors of the user.
+
+    `overrides`: options of a config may follow, which `parse_known_args` returns.
+    """
+
+    def __init__(self, *, overrides: bool = False, **arguments: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **arguments)
+        self._more = " [key.path=value ...]" if overrides else ""
+
+    def error(self, message: str) -> NoReturn:
+        usage = " ".join(self.format_usage().split()).removeprefix("usage: ")
+        raise ConfigError(f"{message}; expected {usage}{self._more}")
+
+
+def end_on_interrupt() -> None:
+    """End without a traceback on Ctrl-C. Call on the main thread, before slow imports."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else ignored, as in the background of a script
+        signal.signal(signal.SIGINT, _end)
+
+
+def run_main(main: Callable[[Sequence[str]], int], arguments: Sequence[str] | None = None) -> int:
+    """Call the main function of a program; print a `UserError` as a line, and return the exit code.
+
+    Without `arguments`, those of the command line. From here on there may be something to clean up, so Ctrl-C raises
+    KeyboardInterrupt.
+    """
+    open_missing_streams()
+    try:
+        if signal.getsignal(signal.SIGINT) is _end:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = main(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+    except UserError as error:
+        _say(f"error: {error}")
+        return error.exit_code
+    except BrokenPipeError:  # the reader closed the pipe, as `| head` does
+        stop_printing()
+        return 0
+    except KeyboardInterrupt:
+        _say(_NOTHING_STARTED)
+        return 130
+    return code
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    try:
+        os.write(2, f"{_NOTHING_STARTED}\n".encode())
+    finally:
+        os._exit(128 + number)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201 - the face of the program

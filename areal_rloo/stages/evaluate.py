@@ -1,0 +1,116 @@
+"""`areal-rloo evaluate RUN_FOLDER`, or `--config X.yaml`: measure a model on the evaluation sets of a config.
+
+    checks ─► engine ─► samples of each set ─► a line and a record for each set, and all trajectories
+
+The folder of the results is a run folder for `areal-rloo inspect`: config.yaml, metrics.jsonl, trajectories.jsonl.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from areal_rloo.config import Config, dump_config
+from areal_rloo.errors import ConfigError, PreflightError
+from areal_rloo.files import write_atomically
+from areal_rloo.intake.eval_sets import eval_sets
+from areal_rloo.intake.evaluation import Evaluation
+from areal_rloo.intake.prompts import Tokenizer
+from areal_rloo.launcher.start import check
+from areal_rloo.learner.recording import RecordMaker
+from areal_rloo.models.files import load_tokenizer, model_folder
+from areal_rloo.program import Parser
+from areal_rloo.stages.samples import Wanted, alone, make_samples, record_of
+from areal_rloo.stages.source import parse
+from areal_rloo.tasks.chat import ChatFormat
+from areal_rloo.tasks.tools import tool_schemas
+from areal_rloo.telemetry.logs import setup_logs
+from areal_rloo.telemetry.metrics import MetricsFile
+from areal_rloo.telemetry.records import EvalRecord
+from areal_rloo.telemetry.trajectories import FILE_NAME, TrajectoryFile
+from areal_rloo.waiting import run_beside_user_code
+
+_INTERVAL = 1.96  # standard errors to either side: 95 % of a normal distribution
+_DESCRIPTION = """\
+Measure a model on the evaluation sets of a config (data.eval), and keep every sample.
+
+examples:
+  areal-rloo evaluate runs/latest
+  areal-rloo evaluate runs/latest --step 50 data.eval.num_samples=8 data.eval.temperature=1
+  areal-rloo evaluate --config gsm8k_rloo.yaml model.path=Qwen/Qwen2.5-1.5B-Instruct"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Evaluate, and print a line for each set.
+
+    Raises:
+        UserError: an argument, the config, the model or a set is wrong.
+    """
+    parser = Parser(prog="areal-rloo evaluate", description=_DESCRIPTION, overrides=True)
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: evaluations/<name>-<time>")
+    options, source = parse(parser, arguments)
+    config = alone(source.config)
+    if config.data.eval is None:
+        raise ConfigError("data.eval: expected an evaluation set, got null; set data.eval={task: ...}")
+    check(config)
+    folder = options.output or Path("evaluations") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if folder.exists() and any(folder.iterdir()):
+        raise PreflightError(f"argument '--output': expected an empty or a new folder, got {folder}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "config.yaml", dump_config(config).encode())
+    except OSError as error:
+        raise PreflightError(f"argument '--output': {folder} cannot be written: {error.strerror}") from error
+    setup_logs("evaluate", level=config.telemetry.log_level, file=folder / "logs" / "evaluate.log")
+    run_beside_user_code(_evaluate(config, folder, source.version))
+    print(f"samples: areal-rloo inspect {folder}")  # noqa: T201 - users read this line
+    return 0
+
+
+async def _evaluate(config: Config, folder: Path, version: int) -> None:
+    model = model_folder(config.model.path)
+    tokenizer = load_tokenizer(str(model))
+    tokenize = Tokenizer(ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode)), config.data)
+    records = RecordMaker(tokenizer)
+    with contextlib.closing(MetricsFile(folder / "metrics.jsonl")) as metrics:
+
+        def on_record(record: EvalRecord) -> None:
+            metrics.append(record)
+            print(words(record))  # noqa: T201 - users read this line
+
+        evaluation = Evaluation(eval_sets(config, tokenize), on_record)
+        evaluation.request(version)
+        wanted = [
+            Wanted((group_id, index), prompt, evaluation.seed(group_id) + index)
+            for group_id, prompt, indices in evaluation.take_waiting()
+            for index in indices
+        ]
+        with contextlib.closing(TrajectoryFile(folder / FILE_NAME)) as trajectories:
+            making = make_samples(config, model, folder, wanted, policy_version=version)
+            async with contextlib.aclosing(making) as samples:
+                async for made in samples:
+                    trajectories.append(record_of(made, records, version))
+                    if made.trajectories:
+                        evaluation.finish(made.trajectories)
+                    else:
+                        evaluation.fail(made.wanted.sample_id, 0)
+
+
+def words(record: EvalRecord) -> str:
+    """Say an evaluation in a line: the accuracy with the interval of 95 %, and the shares over several samples."""
+    more = [f"{record.num_prompts:,} prompts"]
+    if record.num_samples > 1:
+        more += [f"{record.num_samples} samples each", f"pass@{record.num_samples} {record.pass_share:.3f}"]
+        if not math.isnan(record.majority_share):
+            more.append(f"maj@{record.num_samples} {record.majority_share:.3f}")
+    more += [f"{record.completion_tokens_mean:.0f} tokens", f"{record.wall_s:.0f} s"]
+    if record.num_failed:
+        more.append(f"{record.num_failed} samples failed")
+    interval = ""
+    if not math.isnan(record.accuracy_error):
+        error = _INTERVAL * record.accuracy_error
+        interval = f" ({record.accuracy - error:.3f} to {record.accuracy + error:.3f})"
+    return f"{record.name}: accuracy {record.accuracy:.3f}{interval}; {', '.join(more)}"
