@@ -32,6 +32,7 @@ PROGRAMS = {
     "scale": Program("areal_rloo.launcher.scale", "change the number of rollout workers of a running run"),
     "advise": Program("areal_rloo.launcher.advise", "how to split devices, from the speeds of a run"),
     "config": Program("areal_rloo.config.__main__", "show options, compare configs, write the JSON schema"),
+    "migrate": Program("areal_rloo.migrate.__main__", "translate a config or script of AReaL, verl, TRL or ms-swift"),
     "top": Program("areal_rloo.top.__main__", "follow a run on the terminal"),
     "inspect": Program("areal_rloo.inspect.__main__", "show and search the trajectories of a run"),
     "report": Program("areal_rloo.report.__main__", "draw a run, or compare runs, as an HTML page"),

@@ -7,6 +7,7 @@ from typing import Literal
 
 from areal_rloo.config.section import (
     AutoInt,
+    AutoSteps,
     AutoTokens,
     Count,
     CountOrNone,
@@ -60,7 +61,7 @@ class LearnerConfig(Section, frozen=True):
     num_ranks: AutoInt = 1
     num_replicas: Count = 1  # copies of the policy among the ranks; each is sharded over num_ranks / num_replicas
     num_threads: CountOrNone = 0  # CPU threads of a rank; 0: an equal share of the cores
-    num_train_steps: PositiveInt = 100  # length of the run
+    num_train_steps: AutoSteps = 100  # length of the run; auto: the steps of data.num_epochs
     groups_per_step: ManyCount = 32  # prompts of a train step, each with algorithm.group_size completions
     num_minibatches: PositiveInt = 1  # optimizer steps in a train step
     # Of a forward and backward pass on a rank; auto: the fastest that fits by the estimate.

@@ -67,6 +67,19 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
     return typed(tree, source_of)
 
 
+def config_of(tree: dict[str, Any]) -> Config:
+    """Make and check a config from the tree of a file with YAML's types; the tree stays as it is.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    text = yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
+    copied = parse(text, "config", is_file=False).tree or {}
+    translate_file(copied)
+    copied["algorithm"] = expand(copied.get("algorithm") or {})
+    return typed(copied, lambda key: "config")
+
+
 def find_config(name: str) -> Path:
     """Find a config by path, or by bare name: in the current folder, then among the shipped configs."""
     shipped = {path.name: path for path in shipped_configs()}

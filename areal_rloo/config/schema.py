@@ -266,6 +266,8 @@ def _mistakes(config: Config) -> Iterator[str]:
             f"checkpoint.keep_every_n_steps: expected a multiple of checkpoint.every_n_steps={every}, got {kept}; "
             "other steps have no checkpoint"
         )
+    if config.learner.num_train_steps == 0 and config.data.num_epochs is None:
+        yield "learner.num_train_steps: expected a number without data.num_epochs, got auto; set either of the two"
     yield from _name_mistakes(config.run.name)
     yield from path_mistakes("run.folder", config.run.folder)
     yield from path_mistakes("model.path", config.model.path)

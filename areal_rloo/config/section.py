@@ -29,6 +29,8 @@ Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**24)]  # of a prompt, a completi
 # The word `auto` is read as 0; the launcher decides.
 AutoInt = Annotated[int, msgspec.Meta(ge=0, le=4096, extra={"auto": True}, extra_json_schema={"auto": True})]
 AutoTokens = Annotated[int, msgspec.Meta(ge=0, le=2**24, extra={"auto": True}, extra_json_schema={"auto": True})]
+AutoSteps = Annotated[int, msgspec.Meta(ge=0, le=_MOST_INT, extra={"auto": True}, extra_json_schema={"auto": True})]
+AUTO = (AutoInt, AutoTokens, AutoSteps)
 # Texts such as 24GB, 80GiB and 24e9 are read as bytes.
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=_MOST_INT, extra={"bytes": True}, extra_json_schema={"bytes": True})]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0, le=_MOST_FLOAT)]

@@ -18,7 +18,7 @@ import msgspec
 
 from areal_rloo.config.reading import Plain, bounded
 from areal_rloo.config.schema import Config, validate
-from areal_rloo.config.section import AutoInt, AutoTokens, Bytes, bytes_of
+from areal_rloo.config.section import AUTO, Bytes, bytes_of
 from areal_rloo.errors import ConfigError, shown
 
 # A subset of the texts in quotes of `dump_config`, so a text stays a text.
@@ -74,7 +74,7 @@ def _in_words(message: str, hint: Any, value: Any) -> str:
         return f"expected one of {', '.join([*choices, *(('true', 'false') if bool in kinds else ())])}"
     if hint == Bytes:
         return "expected bytes, as 24000000000, 24GB or 24GiB"
-    if hint in (AutoInt, AutoTokens) and "<=" not in message:
+    if hint in AUTO and "<=" not in message:
         return _AUTO
     words = _TYPES.sub(lambda found: " or ".join(_NAMES.get(name, name) for name in found[1].split(" | ")), message)
     for kind in kinds:
@@ -114,14 +114,14 @@ class _Cleaner:
         if isinstance(node, list):
             inner = struct or _values_of(hint, tuple)
             return [self.value(child, inner, f"{path}.{index}") for index, child in enumerate(node)]
-        if node == "auto" and hint in (AutoInt, AutoTokens):
+        if node == "auto" and hint in AUTO:
             return 0
         if node is None:
             return "none" if "none" in _words(hint) else None
         value = _scalar(node, _kinds(hint)) if isinstance(node, Plain) else node
         if hint == Bytes and isinstance(node, str) and not isinstance(value, int):
             value = bytes_of(node) or value
-        if hint in (AutoInt, AutoTokens) and type(value) is int and value == 0:
+        if hint in AUTO and type(value) is int and value == 0:
             raise ConfigError(f"{self._source_of(path)}: {path}: {_AUTO}; the value is 0")
         if isinstance(value, float) and not math.isfinite(value):
             words = f"expected a finite number; the value is {shown(str(node))}"
@@ -188,7 +188,7 @@ def hints_of(struct: Any, prefix: str = "") -> dict[str, Any]:
 @functools.cache
 def auto_keys() -> tuple[tuple[str, str], ...]:
     """Return section and key of each count that may be `auto`."""
-    paths = (path.split(".") for path, hint in hints_of(Config).items() if hint in (AutoInt, AutoTokens))
+    paths = (path.split(".") for path, hint in hints_of(Config).items() if hint in AUTO)
     return tuple((section, key) for section, key in paths)
 
 

@@ -5,6 +5,7 @@ In the order of a start:
 - `local`: the command for this machine; `slurm` and `ray` are the commands for clusters, in folders of their own.
 - `run` and `resume`: call the launcher that the command line, or the last start of a run, names.
 - `start`: the command line, the checks, and the first files of the run folder, for every launcher.
+- `epochs`: the train steps of `data.num_epochs`.
 - `run_folder`: the name of the run folder and the files in it for launchers.
 - `hosts`: the hosts of a run, the GPUs of this host, and locks that keep local runs apart.
 - `fit`: values for every `auto`, by an estimate of the memory; `engine_memory` is the engine's part, and `remedies` the

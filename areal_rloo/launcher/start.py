@@ -34,6 +34,7 @@ from areal_rloo.launcher.doctor.inputs import (
 )
 from areal_rloo.launcher.doctor.limits import check_memory, check_processes, lacking_memory
 from areal_rloo.launcher.doctor.software import check_extras
+from areal_rloo.launcher.epochs import with_steps
 from areal_rloo.launcher.fit import few_words, memory_words, model_sizes, resolved, unused_words
 from areal_rloo.launcher.gpu_need import gpu_need
 from areal_rloo.launcher.nccl import with_transport
@@ -108,6 +109,11 @@ def parse(
     check_unique(overrides)
     config = load_config(known.config, overrides)
     import_entry(config.run.entry)
+    try:
+        config = with_steps(config)
+    except UserError as error:
+        if not (known.dry_run and error.absent):  # without the library for the data, a dry run shows `auto`
+            raise
     return Options(config, known.dry_run, known.json, known.resume, vars(known))
 
 

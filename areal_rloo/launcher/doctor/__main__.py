@@ -21,6 +21,7 @@ from areal_rloo.errors import PreflightError, UserError
 from areal_rloo.launcher.doctor import Finding, Situation, findings, guarded
 from areal_rloo.launcher.doctor.base import refused, unsure, wrong
 from areal_rloo.launcher.doctor.inputs import check_loading
+from areal_rloo.launcher.epochs import with_steps
 from areal_rloo.launcher.hosts import refused_here
 from areal_rloo.launcher.run_folder import choose_folder
 from areal_rloo.program import run_main
@@ -66,6 +67,7 @@ def _look(options: argparse.Namespace, overrides: Sequence[str]) -> Iterator[Fin
             check_unique(overrides)
             config = load_config(options.config, overrides)
             import_entry(config.run.entry)
+            config = with_steps(config)
         except UserError as error:
             yield refused("config", error, fix="correct it")
     folder = Path((config.run.folder if config is not None else None) or "runs").resolve()

@@ -44,7 +44,7 @@ RELATED = {
         "arguments",
     ),
     *("heartbeat_s", "heartbeat_timeout_s", "reference", "hidden_size", "num_heads", "num_kv_heads"),
-    *("memory_per_host", "memory_per_gpu", "publish_every_n_steps"),
+    *("memory_per_host", "memory_per_gpu", "publish_every_n_steps", "num_train_steps"),
 }
 TREACHEROUS = [
     "1e-6",

@@ -116,7 +116,7 @@ def test_the_schema_takes_the_words_of_the_config() -> None:
     tree = {"learner": {"num_ranks": "auto", "microbatch_tokens": 4096}, "launcher": {"memory_per_gpu": "24GB"}}
     assert list(VALIDATOR.iter_errors(tree)) == []
     described = json_schema()["$defs"]["LearnerConfig"]["properties"]["num_train_steps"]
-    assert described["description"] == "length of the run"
+    assert described["description"] == "length of the run; auto: the steps of data.num_epochs"
     assert described["default"] == 100
 
 

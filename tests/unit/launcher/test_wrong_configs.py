@@ -13,7 +13,7 @@ from support.wrong_configs import BY_HAND, FILES, of_every_key
 
 from areal_rloo.errors import HostLostError, PreflightError, UserError
 from areal_rloo.launcher import local
-from areal_rloo.launcher.start import run_main
+from areal_rloo.program import run_main
 
 EVERY_KEY = list(of_every_key())
 

@@ -22,7 +22,7 @@ if [ "$SLURM_ARRAY_TASK_ID" = 1 ]; then
     mkdir -p {folder}/run
     exec {python} -c "
 import sys; from pathlib import Path
-from areal_rloo.launcher.start import run_main
+from areal_rloo.program import run_main
 from areal_rloo.launcher.slurm.job import _requeued
 sys.exit(run_main(lambda _: _requeued(Path('{folder}/run'))))"
 fi
