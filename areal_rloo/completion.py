@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def candidates(words: Sequence[str]) -> list[str]:
-    """Return what may stand in place of the last word, for which the shell splits `key=value` into three words."""
+    """Return the words that may replace the last word, for which the shell splits `key=value` into three words."""
     *before, last = words or [""]
     return sorted({candidate for candidate in _all(before, last) if candidate.startswith("" if last == "=" else last)})
 

@@ -1,4 +1,4 @@
-"""`areal-rloo migrate FILE`: print a config of ours for another system's file, and what became of every setting.
+"""`areal-rloo migrate FILE`: print a config of ours for another system's file, and a line for every setting.
 
 The config goes to standard output, the report to standard error. Exit code 0, also if the user must add something.
 """
@@ -66,7 +66,7 @@ def as_yaml(translation: Translation) -> str:
 
 
 def report(system: str, translation: Translation) -> Iterator[str]:
-    """Say for every setting what became of it."""
+    """Give a line for every setting, grouped by the fate of the setting."""
     width = min(60, max((len(line.name) for line in translation.lines), default=0))
     for fate, title in _TITLES.items():
         lines = [line for line in translation.lines if line.fate == fate]

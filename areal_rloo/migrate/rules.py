@@ -1,4 +1,4 @@
-"""The form of a rule: what becomes of a setting of another system. A rule has a pattern of names, as in `fnmatch`."""
+"""The form of a rule, for settings of another system. The names that a rule takes are a pattern, as in `fnmatch`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Make = Callable[[Any, Given], Options]
 
 
 class UnreadableError(ValueError):
-    """A value that a rule cannot read; the text says what the user must do."""
+    """A value that a rule cannot read; the text names the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What becomes of a setting.
+    """The translation of a setting, or the reason why there is none.
 
     Attributes:
         make: gives our options; None: there is no counterpart.

@@ -1,4 +1,4 @@
-"""Apply the rules of a system to the settings of a file: our options, and what became of every setting."""
+"""Apply the rules of a system to the settings of a file: our options, and the fate of every setting."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ DEFAULTS: Mapping[System, Options] = {  # of the systems, where ours differ
 
 
 class Line(msgspec.Struct, frozen=True):
-    """What became of a setting.
+    """The fate of a setting.
 
     Attributes:
         name: of the setting.

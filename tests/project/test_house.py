@@ -83,11 +83,14 @@ def test_commands_in_the_documents_work(document: str) -> None:
     for command in commands:
         if command.startswith("make "):
             dry = [*shlex.split(command), "--dry-run"]
-        elif ".launcher." in command:
+        elif ".launcher." in command or "areal-rloo run" in command:
             arguments = [word for word in shlex.split(command)[1:] if word != "--resume"]
-            dry = [sys.executable, *arguments, "--dry-run"]
+            start = [sys.executable] if ".launcher." in command else [sys.executable, "-m", "areal_rloo"]
+            dry = [*start, *arguments, "--dry-run"]
             if "gsm8k" in command and "rollout.engine" not in command:
                 dry.append("rollout.engine=embedded")
+        elif "areal-rloo" in command:
+            dry = [sys.executable, "-m", "areal_rloo", shlex.split(command)[1], "--help"]
         else:
             continue
         ended = subprocess.run(dry, cwd=REPO, capture_output=True, text=True, check=False)

@@ -237,7 +237,7 @@ BY_HAND = [
     ("learner.num_ranks=0", "learner.num_ranks: expected auto, or a number from 1; the value is 0"),
     (
         "rollout.sampling.max_new_tokens=100000",
-        "quickstart.yaml:31 with override 'rollout.sampling.max_new_tokens=100000': learner.microbatch_tokens: expe",
+        "quickstart.yaml:32 with override 'rollout.sampling.max_new_tokens=100000': learner.microbatch_tokens: expe",
     ),
     ("launcher.slurm.arguments={a b: 1}", "launcher.slurm.arguments: expected names of options of sbatch"),
     ("launcher.slurm.time_limit=soon", "launcher.slurm.time_limit: expected minutes"),

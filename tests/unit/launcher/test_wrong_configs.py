@@ -88,7 +88,7 @@ def test_a_wrong_file_is_refused_by_a_dry_run(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "the following arguments are required: --config; expected python -m areal_rloo.launcher.local"),
+        ([], "the following arguments are required: --config; expected areal-rloo run"),
         (["--config"], "argument --config: expected one argument"),
         (["--config", "quickstart.yaml", "--json"], "argument '--json': expected with --dry-run"),
         (["--config", "quickstart.yaml", "run.seed"], "argument 'run.seed': expected key.path=value"),
