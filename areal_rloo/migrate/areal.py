@@ -36,7 +36,7 @@ def _allocation(value: Any, given: Given) -> Options:
     found = _ALLOCATION.fullmatch(str(value))
     if found is None:
         raise UnreadableError("expected ENGINE:dNpNtN+dNpNtN; set rollout.num_workers and learner.num_ranks")
-    return _rollout_backend(found["rollout"], given) | _actor_backend(found["train"], given)
+    return _rollout_backend(found["rollout"], given) | _learner_backend(found["train"], given)
 
 
 def _degrees(value: Any) -> tuple[str, dict[str, int]]:
@@ -56,7 +56,7 @@ def _rollout_backend(value: Any, given: Given) -> Options:
     }
 
 
-def _actor_backend(value: Any, given: Given) -> Options:
+def _learner_backend(value: Any, given: Given) -> Options:
     return {"learner.num_ranks": math.prod(_degrees(value)[1].values())}
 
 
@@ -209,7 +209,7 @@ RULES: Mapping[str, Rule] = {
     "actor.init_from_scratch": choice({False: {}}, "weights come from model.path"),
     "actor.weight_update_mode": to("weights.transport", lambda value: "auto"),
     "actor.scheduling_spec": absent("the launcher gives each process its cores and GPUs"),
-    "actor.backend": made(_actor_backend, "ranks that shard weights, gradients and states"),
+    "actor.backend": made(_learner_backend, "ranks that shard weights, gradients and states"),
     "actor.*": SPEED,
     "ref.path": made(lambda value, given: {} if value == given.get("actor.path") else {"model.reference.path": value}),
     "ref.*": absent("the reference runs beside the policy, on the same ranks; loaded only if it is used"),

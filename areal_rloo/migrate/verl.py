@@ -23,7 +23,7 @@ from areal_rloo.migrate.rules import (
     whole,
 )
 
-_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_TRAIN, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _GPUS_EACH_HALF = "verl's processes learn and generate in turns on all GPUs; half of them learn here, half generate"
 
 
@@ -67,7 +67,7 @@ def _kl_loss(value: Any, given: Given) -> Options:
         return {}
     return {
         "algorithm.kl.placement": "loss",
-        "algorithm.kl.coefficient": number(given.get(f"{_ACTOR}.kl_loss_coef", 0.001)),
+        "algorithm.kl.coefficient": number(given.get(f"{_TRAIN}.kl_loss_coef", 0.001)),
     }
 
 
@@ -163,63 +163,63 @@ RULES: Mapping[str, Rule] = {
     "actor_rollout_ref.model.lora_alpha": absent("with lora_rank"),
     "actor_rollout_ref.model.target_modules": absent("all linear layers; learner.lora.targets says which"),
     "actor_rollout_ref.model.*": SPEED,
-    f"{_ACTOR}.optim.lr": made(
+    f"{_TRAIN}.optim.lr": made(
         lambda value, given: {
             "learner.optimizer.learning_rate": value,
-            "learner.optimizer.betas": list(given.get(f"{_ACTOR}.optim.betas", [0.9, 0.999])),
-            "learner.optimizer.weight_decay": given.get(f"{_ACTOR}.optim.weight_decay", 0.01),
-            "learner.optimizer.decay_all": given.get(f"{_ACTOR}.optim.weight_decay", 0.01) > 0,
+            "learner.optimizer.betas": list(given.get(f"{_TRAIN}.optim.betas", [0.9, 0.999])),
+            "learner.optimizer.weight_decay": given.get(f"{_TRAIN}.optim.weight_decay", 0.01),
+            "learner.optimizer.decay_all": given.get(f"{_TRAIN}.optim.weight_decay", 0.01) > 0,
         },
         "with verl's betas and weight decay, of all parameters",
     ),
-    f"{_ACTOR}.optim.weight_decay": absent("with lr"),
-    f"{_ACTOR}.optim.betas": absent("with lr"),
-    f"{_ACTOR}.optim.lr_warmup_steps": to("learner.optimizer.warmup_steps", _every),
-    f"{_ACTOR}.optim.lr_warmup_steps_ratio": by_hand("a share of all steps; set learner.optimizer.warmup_steps"),
-    f"{_ACTOR}.optim.*": absent("learner.optimizer"),
-    f"{_ACTOR}.grad_clip": to("learner.optimizer.max_grad_norm"),
-    f"{_ACTOR}.ppo_mini_batch_size": made(_minibatches),
-    f"{_ACTOR}.ppo_epochs": choice({1: {}}, "one pass over a batch"),
-    f"{_ACTOR}.ppo_micro_batch_size_per_gpu": by_hand("in samples; learner.microbatch_tokens is in tokens, or auto"),
-    f"{_ACTOR}.ppo_max_token_len_per_gpu": to("learner.microbatch_tokens"),
-    f"{_ACTOR}.use_dynamic_bsz": DEFAULT,
-    f"{_ACTOR}.use_kl_loss": made(_kl_loss),
-    f"{_ACTOR}.kl_loss_coef": absent("with use_kl_loss"),
-    f"{_ACTOR}.kl_loss_type": made(
-        lambda value, given: {"algorithm.kl.estimator": _estimator(value)} if given.get(f"{_ACTOR}.use_kl_loss") else {}
+    f"{_TRAIN}.optim.weight_decay": absent("with lr"),
+    f"{_TRAIN}.optim.betas": absent("with lr"),
+    f"{_TRAIN}.optim.lr_warmup_steps": to("learner.optimizer.warmup_steps", _every),
+    f"{_TRAIN}.optim.lr_warmup_steps_ratio": by_hand("a share of all steps; set learner.optimizer.warmup_steps"),
+    f"{_TRAIN}.optim.*": absent("learner.optimizer"),
+    f"{_TRAIN}.grad_clip": to("learner.optimizer.max_grad_norm"),
+    f"{_TRAIN}.ppo_mini_batch_size": made(_minibatches),
+    f"{_TRAIN}.ppo_epochs": choice({1: {}}, "one pass over a batch"),
+    f"{_TRAIN}.ppo_micro_batch_size_per_gpu": by_hand("in samples; learner.microbatch_tokens is in tokens, or auto"),
+    f"{_TRAIN}.ppo_max_token_len_per_gpu": to("learner.microbatch_tokens"),
+    f"{_TRAIN}.use_dynamic_bsz": DEFAULT,
+    f"{_TRAIN}.use_kl_loss": made(_kl_loss),
+    f"{_TRAIN}.kl_loss_coef": absent("with use_kl_loss"),
+    f"{_TRAIN}.kl_loss_type": made(
+        lambda value, given: {"algorithm.kl.estimator": _estimator(value)} if given.get(f"{_TRAIN}.use_kl_loss") else {}
     ),
-    f"{_ACTOR}.entropy_coeff": to("algorithm.loss.entropy_coefficient"),
-    f"{_ACTOR}.clip_ratio": made(
+    f"{_TRAIN}.entropy_coeff": to("algorithm.loss.entropy_coefficient"),
+    f"{_TRAIN}.clip_ratio": made(
         lambda value, given: {
-            "algorithm.loss.eps_low": given.get(f"{_ACTOR}.clip_ratio_low", value),
-            "algorithm.loss.eps_high": given.get(f"{_ACTOR}.clip_ratio_high", value),
+            "algorithm.loss.eps_low": given.get(f"{_TRAIN}.clip_ratio_low", value),
+            "algorithm.loss.eps_high": given.get(f"{_TRAIN}.clip_ratio_high", value),
         }
     ),
-    f"{_ACTOR}.clip_ratio_low": to("algorithm.loss.eps_low"),
-    f"{_ACTOR}.clip_ratio_high": to("algorithm.loss.eps_high"),
-    f"{_ACTOR}.clip_ratio_c": to("algorithm.loss.dual_clip"),
-    f"{_ACTOR}.loss_agg_mode": choice(
+    f"{_TRAIN}.clip_ratio_low": to("algorithm.loss.eps_low"),
+    f"{_TRAIN}.clip_ratio_high": to("algorithm.loss.eps_high"),
+    f"{_TRAIN}.clip_ratio_c": to("algorithm.loss.dual_clip"),
+    f"{_TRAIN}.loss_agg_mode": choice(
         {
             name: {"algorithm.loss.aggregation": name.replace("-", "_")}
             for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
         }
     ),
-    f"{_ACTOR}.policy_loss.loss_mode": choice(
+    f"{_TRAIN}.policy_loss.loss_mode": choice(
         {
             "vanilla": {},
             "gspo": {"algorithm.loss.ratio_level": "sequence_mean"},
             "cispo": {"algorithm.loss.kind": "cispo"},
         }
     ),
-    f"{_ACTOR}.fsdp_config.param_offload": made(
+    f"{_TRAIN}.fsdp_config.param_offload": made(
         lambda value, given: {"learner.offload": "parameters"} if value else {}
     ),
-    f"{_ACTOR}.fsdp_config.optimizer_offload": made(
+    f"{_TRAIN}.fsdp_config.optimizer_offload": made(
         lambda value, given: (
-            {"learner.offload": "optimizer"} if value and not given.get(f"{_ACTOR}.fsdp_config.param_offload") else {}
+            {"learner.offload": "optimizer"} if value and not given.get(f"{_TRAIN}.fsdp_config.param_offload") else {}
         )
     ),
-    f"{_ACTOR}.*": SPEED,
+    f"{_TRAIN}.*": SPEED,
     f"{_ROLLOUT}.name": choice({"vllm": {"rollout.engine": "vllm"}, "sglang": {"rollout.engine": "sglang"}}),
     f"{_ROLLOUT}.n": to("algorithm.group_size"),
     f"{_ROLLOUT}.temperature": to("rollout.sampling.temperature"),
