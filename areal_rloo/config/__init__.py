@@ -11,6 +11,7 @@
 - `resume`: which keys may change on a resume, and the effects.
 - `areal`: translates AReaL's spelling of norms and rejection sampling.
 - `options`: every option as data, with the comments of the structs as meanings; `__main__` is `areal-rloo config`.
+- `other_names`: names of options in other systems, for the hint of an unknown key.
 - `imports`: imports functions and classes of the user by path.
 """
 

@@ -25,7 +25,7 @@ MOST_BETA = 0.99  # bfloat16 has 8 bits of precision: adding less than 1/256 of 
 
 
 class OptimizerConfig(Section, frozen=True):
-    learning_rate: PositiveFloat = 1e-6  # of AdamW, after the warmup
+    learning_rate: NonNegative = 1e-6  # of AdamW, after the warmup; 0 trains nothing: a control run
     betas: tuple[Share, Share] = (0.9, 0.95)  # decay of the first and of the second moment
     eps: PositiveFloat = 1e-8  # added to the root of the second moment
     weight_decay: NonNegative = 0.0  # decoupled from the gradient; on matrices alone, unless decay_all

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from areal_rloo.config.other_names import ABSENT, OURS
 from areal_rloo.config.reading import Plain, bounded
 from areal_rloo.config.schema import Config, validate
 from areal_rloo.config.section import AUTO, Bytes, bytes_of
@@ -164,9 +165,13 @@ def _values_of(hint: Any, container: type) -> Any:
 
 
 def _suggestion(key: str, parent: str, hints: dict[str, Any]) -> str:
+    if key in ABSENT and not any(path.rpartition(".")[2] == key for path in hints_of(Config)):
+        return f"there is no such option: {ABSENT[key]}"
     close = difflib.get_close_matches(key, hints, n=1, cutoff=0.7)
     if close:
         return f"did you mean '{parent}.{close[0]}'?" if parent else f"did you mean '{close[0]}'?"
+    if key in OURS:
+        return f"did you mean {OURS[key]!r}?"
     elsewhere = [path for path in hints_of(Config) if path.rpartition(".")[2] == key]
     if elsewhere:
         likely = sorted(elsewhere, key=lambda path: path.startswith("model.tiny."))  # last: no model of a user

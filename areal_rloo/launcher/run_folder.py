@@ -203,7 +203,7 @@ def write_beginning(folder: Path, config: Config, hosts: Sequence[Host], launche
     set_summary_aside(folder)
     if not (folder / "keys").exists():  # processes of an earlier start may still use the keys
         _make_keys(folder / "keys")
-    packages = ("torch", "transformers", "pyzmq", "msgspec", "numpy", "areal-rloo")
+    packages = {found.name: found.version for found in importlib.metadata.distributions()}
     environment = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "python": sys.version,
@@ -211,7 +211,7 @@ def write_beginning(folder: Path, config: Config, hosts: Sequence[Host], launche
         "launcher": launcher,
         "hosts": hosts,
         "code": code,
-        "packages": {name: _version(name) for name in packages},
+        "packages": dict(sorted(packages.items())),
         "command": sys.argv,
     }
     starts = folder / STARTS_NAME
@@ -252,10 +252,3 @@ def _make_keys(folder: Path) -> None:
     for path in unfinished.iterdir():
         flush_to_disk(path)
     move_into_place(unfinished, folder)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -27,7 +27,7 @@ class CodeState(msgspec.Struct, frozen=True):
     """The code of the package. None: not installed, or no git checkout."""
 
     version: str | None
-    commit: str | None  # of the checkout; the files may differ
+    commit: str | None  # of the checkout; with -dirty if tracked files differ
     digest: str  # of all modules
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ def _commit(package: Path) -> str | None:
     """Return the commit of a checkout with the package; None for an installed package in another checkout."""
     if not (package.parent / ".git").exists() or shutil.which("git") is None:
         return None
-    command = ["git", "-C", str(package), "rev-parse", "--short=12", "HEAD"]
+    command = ["git", "-C", str(package), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_GIT_S)
     except (OSError, subprocess.TimeoutExpired):
