@@ -1,6 +1,5 @@
 """Loading a config: files, overrides, and a clear line for every mistake."""
 
-import re
 from pathlib import Path
 
 import msgspec
@@ -17,8 +16,6 @@ from areal_rloo.config import (
     import_function,
     load_config,
 )
-from areal_rloo.config.other_names import ABSENT, OURS
-from areal_rloo.config.typed import hints_of
 from areal_rloo.errors import ConfigError
 
 
@@ -401,31 +398,3 @@ def test_a_correction_that_the_preset_s_estimator_lacks_is_named() -> None:
     assert refusal("quickstart.yaml", *arguments).startswith("override 'algorithm.kl.correction=gradient': ")
     config = load_config("quickstart.yaml", [*arguments, "algorithm.kl.coefficient=0"])
     assert config.algorithm.kl.coefficient == 0, "nothing reads the correction"
-
-
-@pytest.mark.parametrize(
-    ("override", "hint"),
-    [
-        ("learner.optimizer.lr=1e-5", "did you mean 'learner.optimizer.learning_rate'?"),
-        ("rollout.sampling.n=8", "did you mean 'algorithm.group_size'?"),
-        ("algorithm.kl_coef=0.1", "did you mean 'algorithm.kl.coefficient'?"),
-        ("learner.train_batch_size=8", "did you mean 'learner.groups_per_step'?"),
-        ("learner.max_steps=8", "did you mean 'learner.num_train_steps'?"),
-        ("learner.num_ppo_epochs=2", "there is no such option: a batch is trained on once"),
-        ("gconfig.n_samples=2", "a key of AReaL or verl; `areal-rloo migrate FILE`"),
-    ],
-)
-def test_a_name_of_another_system_gives_a_hint(override: str, hint: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(hint)):
-        load_config("quickstart.yaml", [override])
-
-
-def test_every_hint_for_a_name_of_another_system_is_an_option() -> None:
-    hints = hints_of(Config)
-    assert [key for key in OURS.values() if key not in hints] == []
-    assert {key for key in ABSENT if any(path.endswith(f".{key}") for path in hints)} == set()
-
-
-def test_a_learning_rate_of_0_is_a_control_run() -> None:
-    config = load_config("quickstart.yaml", ["learner.optimizer.learning_rate=0"])
-    assert config.learner.optimizer.learning_rate == 0
