@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from areal_rloo.config import Config, SourceConfig, load_config
 from areal_rloo.launcher import local
-from areal_rloo.launcher.start import run_main
 from areal_rloo.learner.warm_start import prepare_tiny_model
 from areal_rloo.models.tiny import make_tiny_tokenizer
+from areal_rloo.program import run_main
 from areal_rloo.tasks import Item
 from areal_rloo.tasks.arithmetic import ArithmeticTask
 from areal_rloo.tasks.chat import ChatFormat

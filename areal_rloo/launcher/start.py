@@ -97,7 +97,6 @@ def parse(
     if arguments and arguments[0].endswith(".py"):
         arguments = ["--entry", *arguments]
     known, rest = parser.parse_known_args(arguments)
-    show_on_signal()
     for argument in rest:
         if "=" not in argument:
             raise ConfigError(
@@ -278,6 +277,7 @@ def hold(
     Raises:
         PreflightError: another launcher or learner uses the folder, and did not end in time.
     """
+    show_on_signal()
     check_writable(config, folder)
     make_run_folder(folder)
     patience = Patience(DEAD_HOST_S if again else config.launcher.drain_timeout_s, _say, stops)

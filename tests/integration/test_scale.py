@@ -22,7 +22,7 @@ from areal_rloo.launcher.scale import main as scale_main
 pytestmark = pytest.mark.slow
 
 
-USAGE = "python -m areal_rloo.launcher.scale [-h] --workers N RUN_FOLDER"
+USAGE = "areal-rloo scale [-h] --workers N RUN_FOLDER"
 
 
 def _scale(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

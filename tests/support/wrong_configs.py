@@ -216,7 +216,7 @@ BY_HAND = [
     ("rollout.episode.type=os:system", "rollout.episode.type: expected a class with an async method run()"),
     ("rollout.episode.type=agent & rollout.episode.agent=no:f", "rollout.episode.agent: no cannot be imported"),
     # keys
-    ("learner.lr=1e-5", "unknown key 'learner.lr'; expected one of "),
+    ("learner.lr=1e-5", "unknown key 'learner.lr'; did you mean 'learner.optimizer.learning_rate'?"),
     ("data.eval=[]", "data.eval: expected at least one source, got an empty list; leave the key out, or null"),
     ("algorithm.group_sise=4", "unknown key 'algorithm.group_sise'; did you mean 'algorithm.group_size'?"),
     ("zzz=4", "unknown key 'zzz'; expected one of run, model"),

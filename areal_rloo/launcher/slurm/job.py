@@ -41,7 +41,6 @@ from areal_rloo.ports import ReservedPorts, address_towards, look_up
 from areal_rloo.program import run_main
 from areal_rloo.standard_streams import stamp_lines
 from areal_rloo.telemetry.logs import get_logger
-from areal_rloo.telemetry.stacks import show_on_signal
 
 logger = get_logger(__name__)
 
@@ -63,7 +62,6 @@ def main(arguments: Sequence[str]) -> int:
     """
     signals = Signals().install(with_usr1=True)
     stamp_lines()
-    show_on_signal()
     parser = argparse.ArgumentParser(prog="python -m areal_rloo.launcher.slurm.job")
     parser.add_argument("--run-folder", type=Path, required=True)
     parser.add_argument("--submitted", required=True, help="the file in the run folder with the config")

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from areal_rloo import program
 from areal_rloo.config import Config, dump_config
 from areal_rloo.errors import DataError
 from areal_rloo.inspect.__main__ import parse_arguments
@@ -224,7 +225,7 @@ def test_a_mistake_gives_the_expected_form(run_folder: Path, arguments: list[str
         list(matching(read(run_folder), options.conditions, seen))
         options.check(seen)
     assert words in str(raised.value)
-    assert main([str(run_folder), *arguments]) == 2
+    assert program.run_main(main, [str(run_folder), *arguments]) == 2
 
 
 def read(folder: Path) -> list[TrajectoryRecord]:

@@ -211,7 +211,7 @@ def test_commands_in_the_document_and_in_the_help_parse(capsys: pytest.CaptureFi
         main(["--help"])
     document = (Path(__file__).resolve().parents[3] / "docs" / "learner.md").read_text(encoding="utf-8")
     for text in (document, capsys.readouterr().out):
-        commands = re.findall(r"python -m (?:pdb -m )?areal_rloo.replay (runs/latest.*)", text)
+        commands = re.findall(r"(?:python -m pdb -m areal_rloo|areal-rloo) replay (runs/latest.*)", text)
         assert len(commands) == 4, text
         for command in commands:
             load_config("quickstart.yaml", parse_arguments(shlex.split(command)).overrides)

@@ -3,7 +3,6 @@
 import io
 import math
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from rich.console import Console
 
 from areal_rloo.config import Config, dump_config, load_config
+from areal_rloo.program import run_main
 from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 from areal_rloo.telemetry.scrapes import serve_process
@@ -99,17 +99,14 @@ def test_a_look_at_a_run_without_a_process(
     folder: Path,
     make_train_record: MakeTrainRecord,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file = MetricsFile(folder / "metrics.jsonl")
     for step in (1, 2, 3):
         file.append(make_train_record(num_train_steps=step, policy_version=step, truncated_share=1.0))
     file.close()
-    monkeypatch.setattr(sys, "argv", ["top", str(folder), "--once"])
-    assert main() == 0
+    assert run_main(main, [str(folder), "--once"]) == 0
     printed = capsys.readouterr().out
     assert "step 3/50" in printed
     assert "health: truncated: 100 %" in printed
-    monkeypatch.setattr(sys, "argv", ["top", str(folder / "nowhere"), "--once"])
-    assert main() == 2
+    assert run_main(main, [str(folder / "nowhere"), "--once"]) == 2
     assert "no run here" in capsys.readouterr().err
