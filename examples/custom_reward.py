@@ -4,7 +4,7 @@ r"""Add your own reward to the reward of a task: correct answers, the shorter th
         'data.train.rewards=[{task: arithmetic}, {function: examples/custom_reward.py:brevity, weight: 0.3}]'
 
 The reward is a weighted sum of parts. metrics.jsonl, the report and every trajectory show each part
-(`python -m areal_rloo.inspect runs/latest`). A function runs in a separate process that can be killed. If the function
+(`areal-rloo inspect runs/latest`). A function runs in a separate process that can be killed. If the function
 hangs, raises or returns no number, only the sample of this call is dropped, with the reason.
 """
 

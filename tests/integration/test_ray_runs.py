@@ -54,6 +54,7 @@ def _logs_of_the_dashboard(cluster: RayCluster) -> Iterator[Path]:
     return (cluster.folder / "ray" / "session_latest" / "logs").glob("worker-*.out")
 
 
+@pytest.mark.rare
 def test_the_exit_code_of_a_failing_run_reaches_the_shell(run_on: Callable[..., Run]) -> None:
     run = run_on("learner.num_train_steps=10000")
     run.wait_for_checkpoint(2)
@@ -73,6 +74,7 @@ def test_without_a_cluster_a_local_cluster_starts_and_ctrl_c_ends_it(start: Call
     assert run.children("areal_rloo.rollout") == []
 
 
+@pytest.mark.rare
 @pytest.mark.rare
 def test_workers_leave_and_come_back_but_ray_gives_no_more(start: Callable[..., Run]) -> None:
     environment = {"RAY_USAGE_STATS_ENABLED": "0"}

@@ -137,7 +137,12 @@ def test_a_server_that_only_says_it_loaded_is_noticed(proxied: tuple[EngineOnThr
 
 
 @pytest.mark.parametrize(
-    ("fault", "times"), [("refuse", 1), pytest.param("break", 3, marks=pytest.mark.rare), ("reset after", 1)]
+    ("fault", "times"),
+    [
+        ("refuse", 1),
+        pytest.param("break", 3, marks=pytest.mark.rare),
+        pytest.param("reset after", 1, marks=pytest.mark.rare),
+    ],
 )
 def test_a_server_that_does_not_continue_keeps_right_tags(
     fault: Any, times: int, proxied: tuple[EngineOnThread, Faults], folder: Path

@@ -27,7 +27,7 @@ MAX_ATTEMPTS = 3
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("transport", ["tcp", "auto"])
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("auto", marks=pytest.mark.rare)])
 def test_strangers_at_every_socket_change_nothing_and_are_counted(
     start: Callable[..., Run], tmp_path: Path, transport: str
 ) -> None:

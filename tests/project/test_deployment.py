@@ -315,14 +315,16 @@ def test_a_command_of_the_document_works(command: list[str], tmp_path: Path) -> 
     ours = _ours(command)
     if ours is not None:
         dry_run(ours)
-    if _program(command) == "python":
-        if "areal_rloo.launcher.scale" in command:
-            told = output(sys.executable, "-m", "areal_rloo.launcher.scale", "--help")
-            assert all(word in told for word in command if word.startswith("--"))
-            return
-        assert ours is not None or "areal_rloo.launcher.doctor" in command
-        if ours is None:
+    if _program(command) == "areal-rloo":
+        program = command[1]
+        if program == "doctor":
             _run_doctor(command)
+            return
+        told = output(sys.executable, "-m", "areal_rloo", program, "--help")
+        assert all(word in told for word in command if word.startswith("--"))
+        return
+    if _program(command) == "python":
+        assert ours is not None
         return
     for file in (word for word in command if word.startswith("launcher/")):
         assert (REPO / file).is_file(), file
@@ -372,7 +374,7 @@ def _run_doctor(command: Sequence[str]) -> None:
     arguments = list(command[1:])
     if "--config" in arguments:
         arguments.append("rollout.engine=embedded")
-    doctor = [sys.executable, *arguments, "--quick"]
+    doctor = [sys.executable, "-m", "areal_rloo", *arguments, "--quick"]
     shown = subprocess.run(doctor, cwd=REPO, capture_output=True, text=True, check=False).stdout
     assert re.search(r"^\d+ ok, \d+ wrong, \d+ unsure$", shown, re.MULTILINE), shown
     assert not re.search(r"^wrong +(arguments|config):", shown, re.MULTILINE), shown

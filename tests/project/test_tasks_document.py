@@ -41,7 +41,7 @@ def test_commands_in_the_document_parse(tmp_path: Path, monkeypatch: pytest.Monk
     commands = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
     assert commands
     for command in commands:
-        _, _, arguments = command.partition("areal_rloo.inspect ")
+        _, _, arguments = command.partition("areal-rloo inspect ")
         parse_arguments(shlex.split(arguments))
 
 
