@@ -15,7 +15,7 @@ import yaml
 from areal_rloo.errors import ConfigError, shown
 from areal_rloo.migrate.reading import read
 from areal_rloo.migrate.translate import RULES, Translation, translate
-from areal_rloo.migrate.trl import PROCESSES
+from areal_rloo.migrate.trl_steps import PROCESSES
 from areal_rloo.program import Parser, run_main
 
 _DESCRIPTION = """\

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from areal_rloo.migrate.rules import (
+    CRITIC,
     DEFAULT,
     SPEED,
     TELEMETRY,
@@ -19,7 +20,9 @@ from areal_rloo.migrate.rules import (
     absent,
     by_hand,
     choice,
+    each,
     made,
+    number,
     slug,
     source,
     to,
@@ -64,6 +67,75 @@ def _epochs(value: Any, given: Given) -> Options:
     return {"data.num_epochs": whole(value), "learner.num_train_steps": "auto"}
 
 
+def defaults(given: Given) -> Options:
+    """Return the defaults of AReaL where ours differ."""
+    options: Options = {
+        "actor": {"rejection_sampling": None},
+        "model.dtype": "bfloat16",
+        "rollout.num_workers": "auto",
+        "rollout.sampling.max_new_tokens": 16384,
+        "algorithm.max_staleness": 0,
+        "algorithm.rewards.clip": [-20.0, 20.0],
+        "learner.num_minibatches": 4,
+        "learner.optimizer.learning_rate": 1e-5,
+    }
+    if "actor.use_decoupled_loss" not in given:
+        options |= _decoupled(False, given)
+    if "actor.kl_ctl" not in given and any(name.startswith("ref.") for name in given):
+        options |= _kl(0.1, given)
+    return options | _weight_decay(0.01, given) | {"learner.optimizer.betas": [0.9, 0.999]}
+
+
+def _weight_decay(value: Any, given: Given) -> Options:
+    return {"learner.optimizer.weight_decay": number(value), "learner.optimizer.decay_all": value > 0}
+
+
+def _warmup(value: Any, given: Given) -> Options:
+    if number(value) == 0:
+        return {}
+    raise UnreadableError("a share of all steps; set learner.optimizer.warmup_steps")
+
+
+def _overlong(value: Any, given: Given) -> Options:
+    if not value:
+        return {}
+    return {
+        "algorithm.rewards.overlong_tokens": given.get("actor.overlong_tokens") or 0,
+        "algorithm.rewards.overlong_penalty": given.get("actor.overlong_penalty_factor") or 1.0,
+    }
+
+
+def _kl(value: Any, given: Given) -> Options:
+    """AReaL adds the divergence of each token to the rewards after their norm, and sums them to the end."""
+    of_tokens: Options = {"algorithm.returns": "token"} if number(value) > 0 else {}
+    return {"algorithm.kl.coefficient": value} | of_tokens
+
+
+def _discount(value: Any, given: Given) -> Options:
+    return {"algorithm.discount": value, "algorithm.returns": "token"} if number(value) < 1 else {}
+
+
+def _decoupled(value: Any, given: Given) -> Options:
+    """Without the decoupled loss, AReaL clips against recomputed logprobs if there are any, without a weight."""
+    if value:
+        return {"algorithm.loss.decoupled": True}
+    if given.get("actor.recompute_logprob"):
+        return {"algorithm.loss.decoupled": True, "algorithm.loss.behaviour_weight.rule": "ignore"}
+    return {"algorithm.loss.decoupled": False}
+
+
+def _weight_cap(value: Any, given: Given) -> Options:
+    if any(name.startswith("actor.rejection_sampling.") for name in given):
+        return {}
+    return {"actor": {"rejection_sampling": {"metric": "ratio", "upper": value}}}
+
+
+def _other_loss(value: Any, given: Given) -> Options:
+    if not value:
+        return {}
+    raise UnreadableError("a loss without a counterpart; docs/algorithms.md has ours")
+
+
 def _train(value: Any, given: Given) -> Options:
     return {"data.train": source(value)}
 
@@ -75,8 +147,10 @@ def _eval(value: Any, given: Given) -> Options:
 def _lora(value: Any, given: Given) -> Options:
     if not value:
         return {}
-    names = {"lora_rank": "rank", "lora_alpha": "alpha"}
-    return {"learner.lora": {ours: given[f"actor.{name}"] for name, ours in names.items() if f"actor.{name}" in given}}
+    targets = given.get("actor.target_modules")
+    named = {} if targets in (None, "all-linear", ["all-linear"]) else {"targets": targets}
+    rank, alpha = given.get("actor.lora_rank", 32), given.get("actor.lora_alpha", 16)
+    return {"learner.lora": {"rank": rank, "alpha": alpha, **named}}
 
 
 def _copied(value: Any, given: Given) -> Options:
@@ -132,13 +206,7 @@ RULES: Mapping[str, Rule] = {
     "actor.mb_spec.max_tokens_per_mb": to("learner.microbatch_tokens"),
     "actor.optimizer.type": choice({"adam": {}, "adamw": {}}, "AdamW"),
     "actor.optimizer.lr": to("learner.optimizer.learning_rate"),
-    "actor.optimizer.weight_decay": made(
-        lambda value, given: {
-            "learner.optimizer.weight_decay": value,
-            "learner.optimizer.decay_all": bool(value),
-        },
-        "of all parameters, as in AReaL",
-    ),
+    "actor.optimizer.weight_decay": made(_weight_decay, "of all parameters, as in AReaL"),
     "actor.optimizer.beta1": made(
         lambda value, given: {"learner.optimizer.betas": [value, given.get("actor.optimizer.beta2", 0.999)]}
     ),
@@ -149,7 +217,7 @@ RULES: Mapping[str, Rule] = {
     "actor.optimizer.lr_scheduler_type": to("learner.optimizer.schedule"),
     "actor.optimizer.min_lr_ratio": to("learner.optimizer.final_share"),
     "actor.optimizer.gradient_clipping": to("learner.optimizer.max_grad_norm"),
-    "actor.optimizer.warmup_steps_proportion": by_hand("a share of all steps; set learner.optimizer.warmup_steps"),
+    "actor.optimizer.warmup_steps_proportion": made(_warmup),
     "actor.eps_clip": made(
         lambda value, given: {
             "algorithm.loss.eps_low": value,
@@ -167,31 +235,25 @@ RULES: Mapping[str, Rule] = {
     "actor.reward_scaling": to("algorithm.rewards.scale"),
     "actor.reward_bias": to("algorithm.rewards.bias"),
     "actor.reward_clip": made(lambda value, given: {"algorithm.rewards.clip": [-value, value]}),
-    "actor.overlong_reward_penalty": absent("algorithm.rewards.overlong_tokens above 0 switches it on"),
-    "actor.overlong_tokens": to("algorithm.rewards.overlong_tokens", lambda value: value or 0),
-    "actor.overlong_penalty_factor": to("algorithm.rewards.overlong_penalty", lambda value: value or 1.0),
+    "actor.overlong_reward_penalty": made(_overlong),
+    "actor.overlong_*": absent("with overlong_reward_penalty"),
     "actor.mask_no_eos_with_zero": by_hand("sets rewards of truncated completions to 0; see algorithm.rewards"),
-    "actor.kl_ctl": to("algorithm.kl.coefficient"),
+    "actor.kl_ctl": made(_kl, "of each token, in the return of the token"),
     "actor.kl_estimator": to("algorithm.kl.estimator"),
-    "actor.discount": to("algorithm.discount"),
-    "actor.gae_lambda": choice({1: {}}, "1, because there is no critic"),
+    "actor.discount": made(_discount),
+    "actor.gae_lambda": choice({1: {}}, "1, because there is no critic", decides=True),
     "actor.ppo_n_minibatches": to("learner.num_minibatches"),
-    "actor.recompute_logprob": absent("algorithm.loss.proximal=recompute is the default"),
-    "actor.use_decoupled_loss": to("algorithm.loss.decoupled"),
+    "actor.recompute_logprob": absent("with use_decoupled_loss"),
+    "actor.use_decoupled_loss": made(_decoupled),
     "actor.prox_logp_method": choice(
         {
             "recompute": {"algorithm.loss.proximal": "recompute"},
             "loglinear": {"algorithm.loss.proximal": "interpolate"},
         }
     ),
-    "actor.behav_imp_weight_cap": made(
-        lambda value, given: (
-            {}
-            if any(name.startswith("actor.rejection_sampling.") for name in given)
-            else {"actor": {"rejection_sampling": {"metric": "ratio", "upper": value}}}
-        ),
-        "masks tokens past the bound, as AReaL's rejection_sampling",
-    ),
+    **each("actor.behav_imp_weight_cap actor.behave_imp_weight_cap", made(_weight_cap, "masks tokens past the bound")),
+    **each("actor.use_sapo_loss actor.use_cispo_loss actor.m2_threshold actor.use_lite_ppo", made(_other_loss)),
+    **each("actor.sapo_*", by_hand("a loss without a counterpart")),
     "actor.reward_norm.group_size": absent("algorithm.group_size"),
     "actor.adv_norm.group_size": absent("algorithm.group_size"),
     "actor.adv_norm*": made(_copied, "AReaL's section is read as it is"),
@@ -199,21 +261,22 @@ RULES: Mapping[str, Rule] = {
     "actor.rejection_sampling*": made(_copied, "AReaL's section is read as it is"),
     "actor.dynamic_sampling": made(lambda value, given: {"algorithm.min_reward_std": 1e-6} if value else {}),
     "actor.use_lora": made(_lora),
-    "actor.lora_*": absent("with use_lora; adapters are on all linear layers unless learner.lora.targets says which"),
-    "actor.target_modules": by_hand("learner.lora.targets has the names of linear layers"),
+    "actor.lora_*": absent("with use_lora"),
+    "actor.target_modules": absent("with use_lora"),
     "actor.peft_type": absent("LoRA"),
     "actor.max_new_tokens": absent("rollout.sampling.max_new_tokens"),
     "actor.group_size": absent("algorithm.group_size"),
     "actor.temperature": absent("rollout.sampling.temperature"),
     "actor.disable_dropout": DEFAULT,
     "actor.init_from_scratch": choice({False: {}}, "weights come from model.path"),
-    "actor.weight_update_mode": to("weights.transport", lambda value: "auto"),
     "actor.scheduling_spec": absent("the launcher gives each process its cores and GPUs"),
     "actor.backend": made(_learner_backend, "ranks that shard weights, gradients and states"),
-    "actor.*": SPEED,
+    **each("attn_impl pad_to_maximum mb_spec.* fsdp.* megatron.* archon.* weight_update_mode", SPEED, "actor."),
+    **each("enable_tree_training use_kernels log_agent_stats* max_grad_norm_log version_* offload*", SPEED, "actor."),
     "ref.path": made(lambda value, given: {} if value == given.get("actor.path") else {"model.reference.path": value}),
     "ref.*": absent("the reference runs beside the policy, on the same ranks; loaded only if it is used"),
-    "critic.*": absent("there is no critic"),
+    "critic.*": CRITIC,
+    "teacher.*": by_hand("distillation from a teacher has no counterpart"),
     "gconfig.n_samples": to("algorithm.group_size"),
     "gconfig.max_new_tokens": to("rollout.sampling.max_new_tokens"),
     "gconfig.min_new_tokens": to("rollout.sampling.min_new_tokens"),
@@ -221,7 +284,7 @@ RULES: Mapping[str, Rule] = {
     "gconfig.top_p": to("rollout.sampling.top_p"),
     "gconfig.top_k": to("rollout.sampling.top_k", lambda value: 0 if value < 1 or value >= 10**6 else value),
     "gconfig.greedy": choice({False: {}}, "rollouts are sampled"),
-    "gconfig.*": absent("no counterpart in rollout.sampling"),
+    **each("gconfig.stop* gconfig.frequency_penalty gconfig.max_tokens", by_hand("no counterpart in rollout.sampling")),
     "eval_gconfig.*": by_hand("each set in data.eval has num_samples, temperature, top_p and top_k"),
     "rollout.backend": made(_rollout_backend),
     "rollout.max_head_offpolicyness": made(
@@ -230,13 +293,20 @@ RULES: Mapping[str, Rule] = {
     ),
     "rollout.max_concurrent_rollouts": made(_slots, "completions of a server, instead of episodes of all"),
     "rollout.consumer_batch_size": absent("learner.groups_per_step"),
-    "rollout.*": absent("queues are bounded by algorithm.max_staleness; trajectories are always recorded"),
+    **each(
+        "queue_size scheduling_spec setup_timeout request_* pause_grace_period schedule_policy check_trajectory_format",
+        absent("queues are bounded by algorithm.max_staleness"),
+        "rollout.",
+    ),
+    **each("enable_rollout_tracing dump_to_file", absent("trajectories are always recorded"), "rollout."),
+    **each("max_turns agent_run_args.* tir.*", by_hand("rollout.episode; see docs/agents.md")),
+    "dynamic_bs": by_hand("algorithm.min_reward_std refills a batch"),
     "train_dataset.batch_size": to("learner.groups_per_step"),
     "train_dataset.path": made(_train),
     "train_dataset.max_length": to("data.max_prompt_tokens"),
     "train_dataset.shuffle": choice({True: {}}, "prompts are shuffled in every epoch"),
     "train_dataset.type": DEFAULT,
-    "train_dataset.*": absent("prompts are read once, at the start"),
+    **each("pin_memory num_workers drop_last", absent("prompts are read once, at the start"), "train_dataset."),
     "valid_dataset.path": made(_eval),
     "valid_dataset.*": absent("an evaluation has all prompts; data.eval.num_prompts limits them"),
     "sglang.context_length": absent("longest prompt and completion; rollout.sglang.arguments sets more"),
@@ -257,5 +327,6 @@ RULES: Mapping[str, Rule] = {
     "perf_tracer.*": absent("telemetry.trace=true records all work with times"),
     "enable_offload": to("learner.offload", lambda value: "parameters" if value else "none"),
     "async_training": absent("asynchronous unless algorithm.max_staleness is 0"),
-    "weight_update_mode": to("weights.transport", lambda value: "auto"),
+    "weight_update_mode": absent("weights.transport"),
+    "launcher.*": absent("the launcher gives each process its cores and GPUs"),
 }

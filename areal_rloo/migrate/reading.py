@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -18,25 +17,35 @@ import msgspec
 import yaml
 
 from areal_rloo.errors import DataError, first_line
+from areal_rloo.migrate.shell import Script, read_shell, typed
 
 System = Literal["areal", "verl", "trl", "ms-swift"]
 Settings = dict[str, Any]
 
 _MOST_BYTES = 2**20
-_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
 _INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
-_ASSIGNMENT = re.compile(r"(?:export )?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _CONFIGS = ("RLOOConfig", "GRPOConfig")
 _TRAINERS = ("RLOOTrainer", "GRPOTrainer")
 _MOST_DEPTH = 10  # of variables in variables
+_MOST_SETTINGS = 5_000
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The system of a file, the settings by name, and the values of shell variables."""
+    """The system of a file and the settings by name.
+
+    Attributes:
+        system: whose file this is.
+        settings: by name.
+        variables: of a shell script.
+        doubtful: settings whose value depends on a branch of a shell script.
+        text: of the file.
+    """
 
     system: System
     settings: Settings
     variables: dict[str, str] = {}
+    doubtful: frozenset[str] = frozenset()
+    text: str = ""
 
 
 def read(path: Path, system: System | None = None) -> Found:
@@ -52,13 +61,15 @@ def read(path: Path, system: System | None = None) -> Found:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {first_line(error)}") from error
     try:
+        script = Script()
         if path.suffix == ".py":
-            settings, variables = _of_python(ast.parse(text)), dict[str, str]()
+            settings = _of_python(ast.parse(text))
         elif path.suffix in (".yaml", ".yml"):
-            settings, variables = _of_yaml(yaml.safe_load(text)), {}
+            settings = _of_yaml(yaml.safe_load(text))
         else:
-            settings, variables = _of_shell(text)
-    except (SyntaxError, ValueError, yaml.YAMLError) as error:
+            script = read_shell(text)
+            settings = script.settings
+    except (SyntaxError, ValueError, RecursionError, MemoryError, yaml.YAMLError) as error:
         raise DataError(f"{path}: cannot be read: {first_line(error)}") from error
     found = system or _system_of(text, settings)
     if found is None or not settings:
@@ -68,7 +79,7 @@ def read(path: Path, system: System | None = None) -> Found:
         )
     if found == "verl":  # options with dashes are of programs that start it
         settings = {name: value for name, value in settings.items() if "." in name}
-    return Found(found, settings, variables)
+    return Found(found, settings, script.variables, frozenset(script.doubtful), text)
 
 
 def _system_of(text: str, settings: Settings) -> System | None:
@@ -84,7 +95,11 @@ def _system_of(text: str, settings: Settings) -> System | None:
 
 
 def _of_yaml(tree: Any) -> Settings:
-    settings = dict(_leaves(tree, ""))
+    settings: Settings = {}
+    for name, value in _leaves(tree, ""):
+        settings[name] = value
+        if len(settings) > _MOST_SETTINGS:  # aliases of aliases
+            raise ValueError(f"more than {_MOST_SETTINGS:,} settings")
 
     def resolved(value: Any, depth: int = 0) -> Any:
         whole = _INTERPOLATION.fullmatch(value) if isinstance(value, str) else None
@@ -92,7 +107,7 @@ def _of_yaml(tree: Any) -> Settings:
             return value
         return resolved(settings[whole[1]], depth + 1)
 
-    return {name: _typed(resolved(value)) for name, value in settings.items()}
+    return {name: typed(resolved(value)) for name, value in settings.items()}
 
 
 def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -101,46 +116,6 @@ def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(child, f"{name}.{key}" if name else str(key))
     elif name:
         yield name, tree
-
-
-def _of_shell(text: str) -> tuple[Settings, dict[str, str]]:
-    """Read the words of a script in their order; the last value of a setting counts."""
-    lines = re.sub(r"\\\n", " ", text)
-    words = shlex.split(lines, comments=True)
-    variables: dict[str, str] = {}
-    settings: Settings = {}
-    name = ""  # of the option whose values follow
-    for word in (_filled(word, variables) for word in words):
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            settings[name] = _typed(value) if equals else True
-            name = "" if equals else name
-        elif re.match(r"\+{0,2}\w+(\.\w+)+=", word):  # hydra
-            key, _, value = word.lstrip("+").partition("=")
-            settings[key], name = _typed(value), ""
-        elif (assigned := _ASSIGNMENT.fullmatch(word)) is not None and not name:
-            variables[assigned[1]] = assigned[2]
-        elif name:
-            before = settings[name]
-            values = (
-                [_typed(word)]
-                if before is True
-                else [*(before if isinstance(before, list) else [before]), _typed(word)]
-            )
-            settings[name] = values[0] if len(values) == 1 else values
-    return settings, variables
-
-
-def _filled(word: str, variables: dict[str, str]) -> str:
-    """Fill in the variables of a word; unknown variables without a default stay as they are."""
-    for _ in range(_MOST_DEPTH):
-        filled = _VARIABLE.sub(
-            lambda found: variables.get(found[1] or found[3], found[2] if found[2] is not None else found[0]), word
-        )
-        if filled == word:
-            break
-        word = filled
-    return word
 
 
 def _of_python(tree: ast.Module) -> Settings:
@@ -168,13 +143,3 @@ def _literal(node: ast.expr) -> Any:
         return ast.literal_eval(node)
     except ValueError:
         return ast.unparse(node)
-
-
-def _typed(value: Any) -> Any:
-    """Read a text as YAML would: numbers, booleans, lists."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return float(value) if re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value) else yaml.safe_load(value)
-    except yaml.YAMLError:
-        return value

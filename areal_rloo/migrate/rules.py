@@ -25,11 +25,13 @@ class Rule:
         make: gives our options; None: there is no counterpart.
         why: for the report.
         by_hand: the user must do something, which `why` says.
+        decides: the algorithm follows from the setting: a value that cannot be read makes the config incomplete.
     """
 
     make: Make | None = None
     why: str = ""
     by_hand: bool = False
+    decides: bool = False
 
 
 def to(key: str, convert: Callable[[Any], Any] = lambda value: value, why: str = "") -> Rule:
@@ -42,7 +44,7 @@ def made(make: Make, why: str = "") -> Rule:
     return Rule(make, why)
 
 
-def choice(options: Mapping[Any, Options], why: str = "") -> Rule:
+def choice(options: Mapping[Any, Options], why: str = "", *, decides: bool = False) -> Rule:
     """Make the rule of a setting with few values, each with our options."""
 
     def make(value: Any, given: Given) -> Options:
@@ -50,7 +52,12 @@ def choice(options: Mapping[Any, Options], why: str = "") -> Rule:
             raise UnreadableError(f"expected one of {', '.join(map(str, options))}{'; ' if why else ''}{why}")
         return dict(options[value])
 
-    return Rule(make, why)
+    return Rule(make, why, decides=decides)
+
+
+def each(names: str, rule: Rule, prefix: str = "") -> dict[str, Rule]:
+    """Give a rule to many settings, whose names are in a text with spaces."""
+    return dict.fromkeys((f"{prefix}{name}" for name in names.split()), rule)
 
 
 def absent(why: str) -> Rule:
@@ -91,22 +98,27 @@ def whole(value: Any) -> int:
     return int(found)
 
 
-GSM8K = {"data.train": {"task": "gsm8k"}, "data.eval": {"task": "gsm8k"}}
+_TASKS = {  # the sets that a task reads from the hub, by their names there and in verl's prepared folders
+    "gsm8k": (r"(^|/)gsm8k(/(main|train|test)(\.parquet)?)?$", r"^openai/gsm8k$"),
+    "svamp": (r"(^|/)svamp(/(train|test)(\.parquet|\.json)?)?$",),
+    "math": (r"(^|/)math/(train|test)\.parquet$", r"^(hendrycks/competition_math|DigitalLearningGmbH/MATH-lighteval)$"),
+}
 
 
 def source(name: Any) -> Options:
     """Choose the source of prompts for the name or path of a data set: a built-in task, a file, or rows of the hub."""
     text = str(name)
-    for task in ("gsm8k", "svamp"):
-        if task in text.lower():
+    for task, names in _TASKS.items():
+        if any(re.search(name, text, re.IGNORECASE) for name in names):
             return {"task": task}
-    if re.search(r"(^|[/_-])math([/_.-]|$)|math-?500", text.lower()):
-        return {"task": "math"}
+    if "$" in text:
+        raise UnreadableError("a path that only the shell knows; set data.train.path")
     if text.endswith((".parquet", ".jsonl", ".json", ".csv")):
         return {"task": "rows", "path": text}
     return {"task": "rows", "hub": text}
 
 
 TELEMETRY = absent("metrics, logs and reports of a run are always written; trackers are telemetry.trackers")
-SPEED = absent("an option of that system's speed or memory; see docs/learner.md for ours")
+SPEED = absent("speed or memory of that system; ours are in docs/learner.md")
 DEFAULT = absent("always so here")
+CRITIC = by_hand("there is no critic here: the baseline is the mean of a group")

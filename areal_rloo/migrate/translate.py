@@ -14,51 +14,18 @@ from areal_rloo.errors import ConfigError
 from areal_rloo.migrate import areal, trl, verl
 from areal_rloo.migrate.reading import Found, System
 from areal_rloo.migrate.rules import Options, Rule, UnreadableError
+from areal_rloo.migrate.trl_steps import processes
 
 Fate = Literal["to", "none", "hand", "unknown"]
 
-_SYNCHRONOUS: Options = {"algorithm.max_staleness": 0, "algorithm.loss.behaviour_weight.rule": "ignore"}
-_HUGGING_FACE: Options = _SYNCHRONOUS | {
-    "model.dtype": "bfloat16",
-    "learner.optimizer.betas": [0.9, 0.999],
-    "learner.gradient_checkpointing": True,
-    "learner.microbatch_tokens": "auto",
-    "run.seed": 42,
-}
 RULES: Mapping[System, Mapping[str, Rule]] = {
     "areal": areal.RULES,
     "verl": verl.RULES,
     "trl": trl.RULES,
     "ms-swift": trl.RULES,
 }
-DEFAULTS: Mapping[System, Options] = {  # of the systems, where ours differ
-    "areal": {"model.dtype": "bfloat16", "rollout.num_workers": "auto"},
-    "verl": {
-        "model.dtype": "bfloat16",
-        "algorithm.kl.coefficient": 0.0,
-        "learner.optimizer.learning_rate": 1e-6,
-        "learner.microbatch_tokens": "auto",
-    },
-    "trl": _HUGGING_FACE
-    | {
-        "algorithm.preset": "rloo_trl",
-        "algorithm.group_size": 2,
-        "learner.optimizer.schedule": "linear",
-        "data.num_epochs": 3,
-        "learner.num_train_steps": "auto",
-    },
-    "ms-swift": _HUGGING_FACE
-    | {
-        "algorithm.preset": "rloo_ms_swift",
-        "algorithm.group_size": 8,
-        "learner.optimizer.betas": [0.9, 0.95],
-        "learner.optimizer.weight_decay": 0.1,
-        "learner.optimizer.decay_all": True,
-        "learner.optimizer.schedule": "cosine",
-        "data.num_epochs": 1,
-        "learner.num_train_steps": "auto",
-    },
-}
+_DEFAULTS = {"areal": areal.defaults, "verl": verl.defaults, "trl": trl.defaults, "ms-swift": trl.defaults}
+_DECIDE = ("trainer", "advantage_estimator", "tuner_type", "train_type")
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -84,33 +51,43 @@ class Translation(msgspec.Struct, frozen=True):
 
     tree: dict[str, Any]
     lines: list[Line]
-    refusal: str = ""  # of the whole config by our checks; empty if it is accepted
+    refusal: str = ""  # why the config is not complete; empty if our checks accept it
 
 
 def translate(found: Found) -> Translation:
-    """Translate the settings of a file."""
-    rules, options = RULES[found.system], dict(DEFAULTS[found.system])
+    """Translate the settings of a file; the defaults of the system are written where ours differ.
+
+    Raises:
+        DataError: the file does not say which algorithm it runs.
+    """
     given = dict(found.settings)
     if found.system in ("trl", "ms-swift"):
-        given |= {"per_device_train_batch_size": given.get("per_device_train_batch_size", 8)}
-        if trl.PROCESSES in found.variables:
-            given[trl.PROCESSES] = int(found.variables[trl.PROCESSES])
-    lines = {}
+        given |= processes(found)
+        given = trl.with_algorithm(found, given)
+    rules = RULES[found.system]
+    try:
+        options = dict(_DEFAULTS[found.system](given))
+    except (UnreadableError, TypeError, ValueError):  # a line says which value cannot be read
+        options = dict(_DEFAULTS[found.system]({name: given[name] for name in _DECIDE if name in given}))
     order = {pattern: index for index, pattern in enumerate(rules)}
     matched = {name: next((pattern for pattern in rules if fnmatch.fnmatchcase(name, pattern)), None) for name in given}
+    lines, refusals = {}, []
     for name in sorted(given, key=lambda name: order.get(matched[name] or "", len(order))):
         pattern = matched[name]
-        lines[name] = _applied(name, given, None if pattern is None else rules[pattern], options)
+        rule = None if pattern is None else rules[pattern]
+        line = lines[name] = _applied(name, given, rule, options, doubtful=name in found.doubtful)
+        if line.fate == "hand" and rule is not None and rule.decides:
+            refusals.append(f"{name}={line.value}: {line.why}")
     tree = _tree(options)
-    refusal = ""
     try:
         config_of(tree)
     except ConfigError as error:
-        refusal = str(error)
-    return Translation(tree, [lines[name] for name in given], refusal)
+        refusals.append(str(error))
+    return Translation(tree, [lines[name] for name in given], "; ".join(refusals))
 
 
-def _applied(name: str, given: Mapping[str, Any], rule: Rule | None, options: Options) -> Line:
+def _applied(name: str, given: Mapping[str, Any], rule: Rule | None, options: Options, *, doubtful: bool) -> Line:
+    """Put the options of a setting into `options`, and return the line of the setting."""
     value = given[name]
     if rule is None:
         return Line(name, value, "unknown")
@@ -119,13 +96,19 @@ def _applied(name: str, given: Mapping[str, Any], rule: Rule | None, options: Op
     if value is None:
         return Line(name, value, "none", why="not set")
     try:
+        if doubtful:
+            raise UnreadableError("the script chooses the value by a condition; this is the last one")
+        if "$(" in str(value) or "${" in str(value):
+            raise UnreadableError("a value that only the shell knows")
         made = rule.make(value, given)
-    except (UnreadableError, TypeError, ValueError) as error:
+    except UnreadableError as error:
         return Line(name, value, "hand", why=str(error))
+    except (TypeError, ValueError, AttributeError, KeyError):
+        return Line(name, value, "hand", why="cannot be read")
     for key, option in made.items():
         both = isinstance(option, dict) and isinstance(options.get(key), dict)
         options[key] = options[key] | option if both else option
-    return Line(name, value, "to" if made else "none", tuple(made), rule.why if made or rule.why else "the default")
+    return Line(name, value, "to" if made else "none", tuple(made), rule.why or ("" if made else "nothing to set"))
 
 
 def _tree(options: Options) -> dict[str, Any]:
@@ -135,7 +118,9 @@ def _tree(options: Options) -> dict[str, Any]:
         *sections, last = key.split(".")
         node = tree
         for section in sections:
-            node = node.setdefault(section, {})
+            if node.get(section) is None:
+                node[section] = {}
+            node = node[section]
         value = copy.deepcopy(options[key])  # YAML would write a shared value as an alias
         if isinstance(value, dict) and isinstance(node.get(last), dict):
             value = node[last] | value

@@ -5,9 +5,13 @@ ms-swift trains with TRL's classes, so both share most names.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from areal_rloo.errors import DataError
+from areal_rloo.migrate.reading import Found
 from areal_rloo.migrate.rules import (
     DEFAULT,
     SPEED,
@@ -19,6 +23,7 @@ from areal_rloo.migrate.rules import (
     absent,
     by_hand,
     choice,
+    each,
     made,
     number,
     slug,
@@ -26,8 +31,8 @@ from areal_rloo.migrate.rules import (
     to,
     whole,
 )
+from areal_rloo.migrate.trl_steps import PROCESSES, batch, epochs, in_batches, max_steps, warmup
 
-PROCESSES = "NPROC_PER_NODE"  # the number of processes, as the command line or the script says
 _WITH_BATCH = absent("with per_device_train_batch_size")
 _SERVER = by_hand("the worker starts the server; other options go into rollout.vllm.arguments")
 _REWARDS = by_hand(
@@ -36,48 +41,87 @@ _REWARDS = by_hand(
 )
 
 
-def batch(value: Any, given: Given) -> Options:
-    """Compute the batch of all processes: TRL generates `steps_per_generation` of their batches together."""
-    accumulated = whole(given.get("gradient_accumulation_steps", 1))
-    steps = whole(given.get("steps_per_generation") or accumulated)
-    per_process, processes = whole(given.get("per_device_train_batch_size", 8)), whole(given.get(PROCESSES, 1))
-    num_samples = whole(given.get("generation_batch_size") or per_process * processes * steps)
-    group = whole(given.get("num_generations", 2 if _is_rloo(given) else 8))
-    if num_samples % group or steps % accumulated:
-        raise UnreadableError(f"expected groups of {group} in {num_samples} samples; set learner.groups_per_step")
-    return {
-        "algorithm.group_size": group,
-        "learner.groups_per_step": num_samples // group,
-        "learner.num_minibatches": min(steps // accumulated, num_samples // group),
+_GRPO_ONLY = ("loss_type", "scale_rewards", "importance_sampling_level", "delta", "top_entropy_quantile")
+_KIND = re.compile(r"\b(grpo|rloo)(?:\.py|Trainer|Config)?\b", re.IGNORECASE)
+
+
+def with_algorithm(found: Found, given: Options) -> Options:
+    """Add the trainer that a file of TRL names, and the default of ms-swift.
+
+    Raises:
+        DataError: a file of TRL names neither RLOO nor GRPO.
+    """
+    if found.system == "ms-swift":
+        return given | {"advantage_estimator": given.get("advantage_estimator", "grpo")}
+    if "trainer" in given:
+        return given
+    kinds = {kind.lower() for kind in _KIND.findall(found.text)}
+    if any(name in given for name in _GRPO_ONLY):
+        kinds = {"grpo"}
+    if len(kinds) != 1:
+        raise DataError("expected a file for RLOO or GRPO, such as `trl rloo` or RLOOConfig(...), found neither")
+    return given | {"trainer": f"{kinds.pop().upper()}Trainer"}
+
+
+def defaults(given: Given) -> Options:
+    """Return the defaults of TRL or ms-swift where ours differ."""
+    options: Options = {
+        "algorithm.max_staleness": 0,
+        "algorithm.loss.behaviour_weight.rule": "ignore",
+        "learner.optimizer.betas": [0.9, 0.999],
+        "learner.optimizer.learning_rate": 1e-6,
+        "learner.optimizer.schedule": "linear",
+        "learner.gradient_checkpointing": True,
+        "learner.microbatch_tokens": "auto",
+        "model.dtype": "bfloat16",
+        "rollout.sampling.max_new_tokens": 512,
+        "run.seed": 42,
     }
+    if "advantage_estimator" in given:
+        full = given.get("tuner_type", given.get("train_type", "lora")) == "full"
+        options |= {
+            "learner.lora": None if full else {"rank": 8, "alpha": 32},
+            "learner.optimizer.learning_rate": 1e-5 if full else 1e-4,
+            "learner.optimizer.betas": [0.9, 0.95],
+            "learner.optimizer.weight_decay": 0.1,
+            "learner.optimizer.decay_all": True,
+            "learner.optimizer.schedule": "cosine",
+            "rollout.sampling.temperature": 0.9,
+            "rollout.sampling.top_p": 0.9,
+            "rollout.sampling.top_k": 50,
+            "rollout.sampling.allow_truncated": True,
+            "data.overlong_prompts": "truncate",
+        }
+    if "per_device_train_batch_size" not in given:
+        options |= batch(8, given)
+    if "num_train_epochs" not in given:
+        options |= epochs(1 if "advantage_estimator" in given else 3, given)
+    return options
 
 
-def _is_rloo(given: Given) -> bool:
-    return "GRPO" not in str(given.get("trainer", "RLOO")) and given.get("rlhf_type") != "grpo"
-
-
-def _epochs(value: Any, given: Given) -> Options:
-    if number(given.get("max_steps", -1)) > 0:
-        return {}
-    epochs = number(value)
-    if epochs != int(epochs):
-        raise UnreadableError("expected whole epochs; set learner.num_train_steps")
-    return {"data.num_epochs": int(epochs), "learner.num_train_steps": "auto"}
+def _truncated(key: str, value: Any, given: Given) -> Options:
+    """top_p and top_k change the sampling distribution, which the learner's logprobs do not know."""
+    wanted = max(0, int(number(value))) if key == "top_k" else number(value)
+    return {f"rollout.sampling.{key}": wanted} | (
+        {"rollout.sampling.allow_truncated": True} if wanted not in (0, 1) else {}
+    )
 
 
 def _data(value: Any, given: Given) -> Options:
     names = value if isinstance(value, list) else [value]
-    found = [_source(str(name).split("#")[0], given) for name in names]
+    found = [_source(str(name), given) for name in names]
     chosen = found[0] if len(found) == 1 else found
     evaluated = given.get("eval_strategy", "no") != "no" or "eval_dataset" in given or "eval_steps" in given
     return {"data.train": chosen} | ({"data.eval": chosen} if evaluated else {})
 
 
 def _source(name: str, given: Given) -> Options:
-    """Read mathematics with TRL's `accuracy_reward` by our task of the same reward."""
+    """Read a source; ms-swift writes NAME#N for the first N rows. TRL's `accuracy_reward` is that of our task math."""
+    name, _, limit = name.partition("#")
     chosen = source(name)
-    is_math = chosen["task"] == "rows" and "hub" in chosen and "accuracy_reward" in str(given.get("reward_funcs"))
-    return {"task": "math", "hub": chosen["hub"]} if is_math else chosen
+    if chosen["task"] == "rows" and "hub" in chosen and "accuracy_reward" in str(given.get("reward_funcs")):
+        chosen = {"task": "math", "hub": chosen["hub"]}
+    return chosen | ({"num_prompts": whole(int(limit))} if limit.isdecimal() else {})
 
 
 def _system(value: Any, given: Given) -> Options:
@@ -87,14 +131,39 @@ def _system(value: Any, given: Given) -> Options:
 
 
 def _lora(value: Any, given: Given) -> Options:
-    """Read the rank and the alpha by the names of peft, of TRL's command and of ms-swift."""
+    """Read the adapters by the names of peft, of TRL's command and of ms-swift."""
     if value in (False, "full"):
+        return {"learner.lora": None}
+    in_script, of_swift = "advantage_estimator" not in given and "lora_r" not in given, "advantage_estimator" in given
+    rank, alpha = (8, 32) if of_swift else (8, 8) if in_script and "trainer" in given else (16, 32)
+    rank = next((given[name] for name in ("peft_config.r", "lora_r", "lora_rank") if name in given), rank)
+    alpha = next((given[name] for name in ("peft_config.lora_alpha", "lora_alpha") if name in given), alpha)
+    names = ("peft_config.target_modules", "lora_target_modules", "target_modules")
+    targets = next((given[name] for name in names if name in given), None)
+    named = {} if targets in (None, "all-linear") else {"targets": targets if isinstance(targets, list) else [targets]}
+    return {"learner.lora": {"rank": whole(rank), "alpha": whole(alpha), **named}}
+
+
+def _cispo(given: Given) -> Options:
+    """TRL's bound of the weight is epsilon_high itself, and there is no lower bound."""
+    high = given.get("epsilon_high")
+    bound = {} if high is None else {"algorithm.loss.eps_high": number(high) - 1}
+    return {"algorithm.loss.kind": "cispo", "algorithm.loss.eps_low": 1.0, "algorithm.loss.dual_clip": None} | bound
+
+
+def _loss_type(value: Any, given: Given) -> Options:
+    aggregation = {"grpo": "seq_mean_token_mean", "dapo": "token_mean", "dr_grpo": "seq_mean_token_sum_norm"}
+    if value == "cispo":
+        return _cispo(given)
+    if value not in aggregation:
+        raise UnreadableError(f"expected one of {', '.join((*aggregation, 'cispo'))}")
+    return {"algorithm.loss.aggregation": aggregation[value], "algorithm.loss.count_masked": value != "dapo"}
+
+
+def _clip(value: Any, given: Given) -> Options:
+    if given.get("loss_type") == "cispo":
         return {}
-    rank = next((given[k] for k in ("peft_config.r", "lora_r", "lora_rank") if k in given), 8)
-    alpha = next(
-        (given[k] for k in ("peft_config.lora_alpha", "lora_alpha") if k in given), 8 if "trainer" in given else 32
-    )
-    return {"learner.lora": {"rank": whole(rank), "alpha": whole(alpha)}}
+    return {"algorithm.loss.eps_low": value, "algorithm.loss.eps_high": given.get("epsilon_high") or value}
 
 
 def _dtype(value: Any, given: Given) -> Options:
@@ -104,7 +173,11 @@ def _dtype(value: Any, given: Given) -> Options:
 def _engine(value: Any, given: Given) -> Options:
     if not value:
         return {"rollout.engine": "embedded"}
-    return {"rollout.engine": "vllm", "rollout.tensor_parallel": whole(given.get("vllm_tensor_parallel_size", 1))}
+    options = {"rollout.engine": "vllm", "rollout.tensor_parallel": whole(given.get("vllm_tensor_parallel_size", 1))}
+    if given.get("trainer") == "GRPOTrainer" and given.get("vllm_importance_sampling_correction", True):
+        weight = {"rule": "mask", "level": "sequence", "aggregate": "sum", "upper": 3.0}  # TRL's default: sequence_mask
+        options |= {f"algorithm.loss.behaviour_weight.{name}": value for name, value in weight.items()}
+    return options
 
 
 def _processes(value: Any, given: Given) -> Options:
@@ -126,26 +199,46 @@ def _schedule(value: Any) -> str:
 RULES: Mapping[str, Rule] = {
     "trainer": choice(
         {
-            "RLOOTrainer": {},
+            "RLOOTrainer": {"algorithm.preset": "rloo_trl"},
             "GRPOTrainer": {
                 "algorithm.preset": "grpo",
                 "algorithm.loss.aggregation": "token_mean",
                 "algorithm.kl.coefficient": 0.0,
-                "algorithm.group_size": 8,
+                "algorithm.kl.correction": "gradient",
             },
         },
         "synchronous, as TRL's trainer; algorithm.max_staleness above 0 is asynchronous",
+        decides=True,
     ),
-    "rlhf_type": choice({"grpo": {}}, "with advantage_estimator"),
+    "rlhf_type": choice({"grpo": {}}, "with advantage_estimator", decides=True),
     "advantage_estimator": choice(
         {
             "rloo": {"algorithm.preset": "rloo_ms_swift"},
-            "grpo": {"algorithm.preset": "grpo"},
-            "reinforce_plus_plus": {"algorithm.preset": "reinforce_plus_plus_baseline"},
+            "grpo": {
+                "algorithm.preset": "grpo",
+                "algorithm.loss.count_masked": True,
+                "algorithm.kl.correction": "none",
+            },
+            "reinforce_plus_plus": {
+                "algorithm.preset": "reinforce_plus_plus_baseline",
+                "algorithm.kl.coefficient": 0.04,
+                "algorithm.kl.placement": "reward",
+                "algorithm.kl.estimator": "k1",
+            },
+        },
+        "synchronous, as ms-swift's trainer; algorithm.max_staleness above 0 is asynchronous",
+        decides=True,
+    ),
+    "kl_in_reward": made(
+        lambda value, given: {
+            "algorithm.kl.placement": "reward" if value else "loss",
+            "algorithm.kl.estimator": "k1" if value else "k3",
+            "algorithm.kl.correction": "weight" if value else "none",
         }
     ),
-    "kl_in_reward": made(lambda value, given: {"algorithm.kl.placement": "reward" if value else "loss"}),
     PROCESSES: made(_processes, "GPUs are split between learning and generating"),
+    **each("num_processes nproc_per_node", absent(f"as {PROCESSES}")),
+    "config_file": absent("how the processes start"),
     "model": to("model.path"),
     "model_name_or_path": to("model.path"),
     "torch_dtype": made(_dtype),
@@ -166,8 +259,8 @@ RULES: Mapping[str, Rule] = {
     "output_dir": by_hand("the folder of a run is runs/NAME-TIME; run.folder names another"),
     "run_name": to("run.name", slug),
     "seed": to("run.seed"),
-    "num_train_epochs": made(_epochs),
-    "max_steps": made(lambda value, given: {"learner.num_train_steps": value} if value > 0 else {}),
+    "num_train_epochs": made(epochs),
+    "max_steps": made(max_steps, "optimizer steps there, batches here"),
     "per_device_train_batch_size": made(batch, "the batch of all processes"),
     "gradient_accumulation_steps": _WITH_BATCH,
     "steps_per_generation": _WITH_BATCH,
@@ -175,7 +268,7 @@ RULES: Mapping[str, Rule] = {
     "num_generations": _WITH_BATCH,
     "num_generations_eval": by_hand("data.eval.num_samples"),
     "per_device_eval_batch_size": absent("rollout.num_slots"),
-    "num_iterations": choice({1: {}}, "one pass over a batch"),
+    "num_iterations": choice({1: {}}, "one pass over a batch", decides=True),
     "max_completion_length": to("rollout.sampling.max_new_tokens"),
     "max_length": by_hand("data.max_prompt_tokens limits the prompt alone"),
     "max_prompt_length": to("data.max_prompt_tokens"),
@@ -183,27 +276,25 @@ RULES: Mapping[str, Rule] = {
         {"delete": {"data.overlong_prompts": "filter"}, "left": {"data.overlong_prompts": "truncate"}}
     ),
     "temperature": to("rollout.sampling.temperature"),
-    "top_p": to("rollout.sampling.top_p"),
-    "top_k": to("rollout.sampling.top_k", lambda value: max(0, int(number(value)))),
-    "min_p": absent("the learner's logprobs are of the full distribution"),
-    "repetition_penalty": absent("the learner's logprobs are of the full distribution"),
+    "top_p": made(partial(_truncated, "top_p")),
+    "top_k": made(partial(_truncated, "top_k")),
+    **each(
+        "min_p repetition_penalty stop_words chat_template_kwargs multi_turn_scheduler max_turns loss_scale "
+        "top_entropy_quantile tau_pos tau_neg off_policy_sequence_mask_delta soft_max_length",
+        by_hand("changes the training, and has no counterpart by a name"),
+    ),
+    **each("entropy_coef", to("algorithm.loss.entropy_coefficient")),
+    **each(
+        "vllm_importance_sampling_* rollout_importance_sampling_*",
+        by_hand("algorithm.loss.behaviour_weight; docs/algorithms.md has the names"),
+    ),
     "beta": to("algorithm.kl.coefficient"),
-    "epsilon": made(
-        lambda value, given: {
-            "algorithm.loss.eps_low": value,
-            "algorithm.loss.eps_high": given.get("epsilon_high") or value,
-        }
+    "epsilon": made(_clip),
+    "epsilon_high": made(
+        lambda value, given: {"algorithm.loss.eps_high": value} if value and given.get("loss_type") != "cispo" else {}
     ),
-    "epsilon_high": made(lambda value, given: {"algorithm.loss.eps_high": value} if value else {}),
     "delta": to("algorithm.loss.dual_clip"),
-    "loss_type": choice(
-        {
-            "grpo": {"algorithm.loss.aggregation": "seq_mean_token_mean", "algorithm.loss.count_masked": True},
-            "dapo": {"algorithm.loss.aggregation": "token_mean"},
-            "dr_grpo": {"algorithm.loss.aggregation": "seq_mean_token_sum_norm", "algorithm.loss.count_masked": True},
-            "cispo": {"algorithm.loss.kind": "cispo"},
-        }
-    ),
+    "loss_type": Rule(_loss_type, decides=True),
     "importance_sampling_level": choice(
         {
             "token": {"algorithm.loss.ratio_level": "token"},
@@ -235,13 +326,14 @@ RULES: Mapping[str, Rule] = {
     "adam_epsilon": to("learner.optimizer.eps"),
     "max_grad_norm": to("learner.optimizer.max_grad_norm"),
     "lr_scheduler_type": to("learner.optimizer.schedule", _schedule),
-    "warmup_steps": to("learner.optimizer.warmup_steps"),
-    "warmup_ratio": by_hand("a share of all steps; set learner.optimizer.warmup_steps"),
+    **each("warmup_steps warmup_ratio", made(warmup)),
     "gradient_checkpointing*": made(lambda value, given: {"learner.gradient_checkpointing": bool(value)}),
-    "use_peft": made(_lora),
+    "use_peft": made(_lora, "on all linear layers unless learner.lora.targets says which; peft chooses by the model"),
     **dict.fromkeys(("train_type", "tuner_type"), made(_lora)),
-    **dict.fromkeys(("peft_config.*", "lora_*", "vllm_enable_lora"), absent("with the adapters: learner.lora")),
-    "target_modules": by_hand("learner.lora.targets has the names of linear layers; without it, all"),
+    **each("peft_config.r peft_config.lora_alpha peft_config.target_modules", absent("learner.lora")),
+    **each("lora_r lora_rank lora_alpha lora_target_modules target_modules vllm_enable_lora", absent("learner.lora")),
+    **each("peft_config.task_type peft_config.bias lora_task_type", absent("learner.lora")),
+    **each("peft_config.* lora_*", by_hand("changes the adapters, and has no counterpart in learner.lora")),
     "use_vllm": made(_engine),
     "vllm_mode": absent("rollout.share_devices: the engine gets GPUs of its own, unless there is one"),
     "vllm_gpu_memory_utilization": absent("of a GPU that also learns; ours are apart"),
@@ -252,8 +344,8 @@ RULES: Mapping[str, Rule] = {
     "move_model_batches": SPEED,
     "async_generate": absent("algorithm.max_staleness above 0 is asynchronous"),
     **dict.fromkeys(("eval_strategy", "save_strategy"), absent("by steps")),
-    "eval_steps": to("evaluation.every_n_versions", lambda value: whole(value) if value else 0),
-    "save_steps": to("checkpoint.every_n_steps", whole),
+    "eval_steps": made(partial(in_batches, "evaluation.every_n_versions"), "optimizer steps there, batches here"),
+    "save_steps": made(partial(in_batches, "checkpoint.every_n_steps"), "optimizer steps there, batches here"),
     "save_total_limit": to("checkpoint.keep"),
     "resume_from_checkpoint": absent("areal-rloo resume RUN_FOLDER"),
     "report_to": to("telemetry.trackers", _trackers),

@@ -17,7 +17,7 @@ from areal_rloo.errors import DataError
 from areal_rloo.migrate.__main__ import as_yaml, report
 from areal_rloo.migrate.reading import Found, read
 from areal_rloo.migrate.translate import RULES, Translation, translate
-from areal_rloo.migrate.trl import PROCESSES
+from areal_rloo.migrate.trl_steps import PROCESSES
 
 AREAL = """
 experiment_name: gsm8k-rloo
