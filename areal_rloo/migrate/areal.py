@@ -70,15 +70,17 @@ def _epochs(value: Any, given: Given) -> Options:
 def defaults(given: Given) -> Options:
     """Return the defaults of AReaL where ours differ."""
     options: Options = {
-        "actor": {"rejection_sampling": None},
         "model.dtype": "bfloat16",
         "rollout.num_workers": "auto",
         "rollout.sampling.max_new_tokens": 16384,
         "algorithm.max_staleness": 0,
         "algorithm.rewards.clip": [-20.0, 20.0],
         "learner.num_minibatches": 4,
+        "learner.microbatch_tokens": "auto",
         "learner.optimizer.learning_rate": 1e-5,
     }
+    if given.get("actor.use_decoupled_loss"):
+        options["actor"] = {"rejection_sampling": None}  # keeps w without a bound
     if "actor.use_decoupled_loss" not in given:
         options |= _decoupled(False, given)
     if "actor.kl_ctl" not in given and any(name.startswith("ref.") for name in given):
@@ -125,7 +127,7 @@ def _decoupled(value: Any, given: Given) -> Options:
 
 
 def _weight_cap(value: Any, given: Given) -> Options:
-    if any(name.startswith("actor.rejection_sampling.") for name in given):
+    if not given.get("actor.use_decoupled_loss") or any(name.startswith("actor.rejection_sampling.") for name in given):
         return {}
     return {"actor": {"rejection_sampling": {"metric": "ratio", "upper": value}}}
 

@@ -13,6 +13,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def _read_line(line: list[str], script: Script, chosen: set[str], *, in_branch: 
                 chosen.add(variable)
             script.variables[variable] = assigned[2]
             continue
-        elif name and not filled.startswith("-"):
+        elif name and not filled.startswith("-") and not filled.endswith(".py"):
             setting, before = name, script.settings[name]
             values = [] if before is True else [*(before if isinstance(before, list) else [before])]
             values.append(typed(filled))
@@ -95,7 +96,8 @@ def _read_line(line: list[str], script: Script, chosen: set[str], *, in_branch: 
 
 def _lines(text: str) -> Iterator[list[str]]:
     """Give the words of each command; a backslash at the end of a line continues the command."""
-    lexer = shlex.shlex(_without_comments(text.replace("\\\n", " ")), posix=True, punctuation_chars="\n;")
+    text = _ARITHMETIC.sub(lambda found: re.sub(r"[ \t]", "", found[0]), text.replace("\\\n", " "))
+    lexer = shlex.shlex(_without_comments(text), posix=True, punctuation_chars="\n;")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     line: list[str] = []
     for word in lexer:
@@ -137,19 +139,21 @@ def _filled(word: str, variables: dict[str, str]) -> str:
         return known
 
     for _ in range(_MOST_DEPTH):
-        filled = _ARITHMETIC.sub(_computed, _VARIABLE.sub(value, word))
+        filled = _ARITHMETIC.sub(partial(_computed, variables), _VARIABLE.sub(value, word))
         if filled == word or len(filled) > _MOST_CHARACTERS:
             break
         word = filled
     return word
 
 
-def _computed(found: re.Match[str]) -> str:
+def _computed(variables: dict[str, str], found: re.Match[str]) -> str:
     """Compute an integer expression; one with other parts stays as it is written."""
 
     def number(node: ast.expr) -> int:
         if isinstance(node, ast.Constant) and type(node.value) is int:
             return node.value
+        if isinstance(node, ast.Name) and node.id in variables:
+            return int(variables[node.id])
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             return _OPERATORS[type(node.op)](number(node.left), number(node.right))
         raise ValueError

@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from support.migration import found
 
 from areal_rloo.__main__ import main
 from areal_rloo.config import Config, load_config
 from areal_rloo.config.load import config_of
 from areal_rloo.errors import DataError
 from areal_rloo.migrate.__main__ import as_yaml, report
-from areal_rloo.migrate.reading import Found, read
+from areal_rloo.migrate.reading import read
 from areal_rloo.migrate.translate import RULES, Translation, translate
 from areal_rloo.migrate.trl_steps import PROCESSES
 
@@ -185,15 +186,8 @@ EXAMPLES = {
 }
 
 
-def found(name: str, folder: Path, text: str = "", **variables: str) -> Found:
-    path = folder / name
-    path.write_text(text or EXAMPLES[name])
-    given = read(path)
-    return msgspec.structs.replace(given, variables=given.variables | variables)
-
-
 def migrated(name: str, folder: Path, **variables: str) -> tuple[Translation, Config]:
-    translation = translate(found(name, folder, **variables))
+    translation = translate(found(name, folder, EXAMPLES[name], **variables))
     assert translation.refusal == ""
     path = folder / "migrated.yaml"
     path.write_text(as_yaml(translation))
@@ -204,7 +198,7 @@ def migrated(name: str, folder: Path, **variables: str) -> tuple[Translation, Co
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_setting_of_an_example_is_accounted_for(name: str, tmp_path: Path) -> None:
-    given = found(name, tmp_path)
+    given = found(name, tmp_path, EXAMPLES[name])
     translation, _ = migrated(name, tmp_path)
     assert {line.name for line in translation.lines} >= set(given.settings)
     assert [line.name for line in translation.lines if line.fate == "unknown"] == []

@@ -1,0 +1,139 @@
+"""A migrated value means the same as in its system: found by a comparison with the code of AReaL, verl and TRL."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.migration import found
+
+from areal_rloo.config.load import config_of
+from areal_rloo.errors import DataError
+from areal_rloo.migrate.reading import read
+from areal_rloo.migrate.rules import source
+from areal_rloo.migrate.translate import translate
+
+SCRIPT = r"""
+batch=${BATCH:-256}; empty=
+mini=$((batch / 4))
+len=$((1024 * 2))   # a comment with 'a quote
+if [ "$DEVICE" = npu ]; then lr=2e-6; else lr=1e-6; fi
+[ -n "$X" ] && n=16 || n=8
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \
+    actor_rollout_ref.model.path=Qwen/Qwen3-8B#1 \
+    data.train_batch_size=$batch actor_rollout_ref.actor.ppo_mini_batch_size=${mini} \
+    data.max_response_length=$((len + 1024)) data.max_prompt_length=${empty:-512} \
+    actor_rollout_ref.actor.optim.lr=$lr actor_rollout_ref.rollout.n=${n} \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=$(nproc) \
+    "$@"   # the rest
+echo --not_a_setting 1 trainer.save_freq=7
+"""
+
+
+def test_a_shell_script_is_read_as_the_shell_reads_it(tmp_path: Path) -> None:
+    given = found("run.sh", tmp_path, SCRIPT)
+    assert given.settings == {
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.model.path": "Qwen/Qwen3-8B#1",
+        "data.train_batch_size": 256,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 64,
+        "data.max_response_length": 3072,
+        "data.max_prompt_length": 512,
+        "actor_rollout_ref.actor.optim.lr": 1e-6,
+        "actor_rollout_ref.rollout.n": 8,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": "$(nproc)",
+    }
+    translation = translate(given)
+    by_hand = {line.name.rpartition(".")[2]: line.why for line in translation.lines if line.fate == "hand"}
+    assert set(by_hand) == {"lr", "n", "tensor_model_parallel_size"}
+    assert "by a condition" in by_hand["lr"]
+    assert "only the shell knows" in by_hand["tensor_model_parallel_size"]
+    assert (translation.tree["learner"]["groups_per_step"], translation.tree["learner"]["num_minibatches"]) == (256, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("trl grpo --model_name_or_path m --reward_funcs accuracy_reward", ("grpo", 8, 0.0, "token_mean", "gradient")),
+        ("trl rloo --model_name_or_path m", ("rloo_trl", 2, 0.05, "seq_mean_token_mean", "weight")),
+        ("swift rlhf --rlhf_type grpo --model m", ("grpo", 8, 0.04, "seq_mean_token_mean", "none")),
+        (
+            "swift rlhf --rlhf_type grpo --advantage_estimator rloo --model m",
+            ("rloo_ms_swift", 8, 0.04, None, "weight"),
+        ),
+    ],
+)
+def test_a_command_says_which_algorithm_it_is(text: str, expected: tuple[Any, ...], tmp_path: Path) -> None:
+    algorithm = config_of(translate(found("run.sh", tmp_path, text)).tree).algorithm
+    preset, group_size, coefficient, aggregation, correction = expected
+    assert (algorithm.preset, algorithm.group_size, algorithm.kl.coefficient) == (preset, group_size, coefficient)
+    assert aggregation in (None, algorithm.loss.aggregation)
+    assert algorithm.kl.correction == correction
+
+
+def test_a_file_of_trl_without_an_algorithm_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="RLOO or GRPO"):
+        translate(found("run.sh", tmp_path, "accelerate launch train.py --num_generations 8 --model_name_or_path m"))
+
+
+def test_optimizer_steps_of_trl_become_train_steps(tmp_path: Path) -> None:
+    text = (
+        "accelerate launch --num_processes 4 grpo.py --per_device_train_batch_size 8 --steps_per_generation 8 "
+        "--gradient_accumulation_steps 2 --max_steps 1000 --save_steps 200 --eval_steps 100 --warmup_steps 40 "
+        "--num_generations 8 --loss_type cispo --epsilon_high 5"
+    )
+    config = config_of(translate(found("run.sh", tmp_path, text)).tree)
+    assert (config.learner.groups_per_step, config.learner.num_minibatches) == (32, 4)
+    assert (config.learner.num_train_steps, config.data.num_epochs) == (250, None)
+    assert (config.checkpoint.every_n_steps, config.evaluation.every_n_versions) == (50, 25)
+    assert config.learner.optimizer.warmup_steps == 40  # of the optimizer, in both
+    assert (config.algorithm.loss.kind, config.algorithm.loss.eps_high) == ("cispo", 4.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "expected"),
+    [
+        ("algorithm.use_kl_in_reward=True", "kl", ("reward", "k1", 0.001)),
+        ("actor_rollout_ref.actor.use_kl_loss=True", "kl", ("loss", "k3", 0.001)),
+        ("algorithm.kl_ctrl.kl_coef=0.5", "kl", ("loss", "k3", 0.0)),
+    ],
+)
+def test_the_kl_term_of_verl_is_where_verl_has_it(settings: str, key: str, expected: object, tmp_path: Path) -> None:
+    text = f"verl algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 actor_rollout_ref.model.path=m {settings}"
+    kl = config_of(translate(found("run.sh", tmp_path, text)).tree).algorithm.kl
+    assert (kl.placement, kl.estimator, kl.coefficient) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("openai/gsm8k", {"task": "gsm8k"}),
+        ("/home/me/data/gsm8k/train.parquet", {"task": "gsm8k"}),
+        ("/home/me/data/math/train.parquet", {"task": "math"}),
+        ("open-r1/OpenR1-Math-220k", {"task": "rows", "hub": "open-r1/OpenR1-Math-220k"}),
+        ("/data/dapo-math-17k.parquet", {"task": "rows", "path": "/data/dapo-math-17k.parquet"}),
+    ],
+)
+def test_only_a_known_set_becomes_a_task(name: str, expected: dict[str, str]) -> None:
+    assert source(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("yaml_text", "expected"),
+    [
+        ("use_decoupled_loss: false, recompute_logprob: true", (True, "ignore")),
+        ("use_decoupled_loss: false", (False, "clamp")),
+        ("use_decoupled_loss: true, recompute_logprob: true", (True, "none")),
+    ],
+)
+def test_the_three_ways_of_areal_to_clip(yaml_text: str, expected: tuple[bool, str], tmp_path: Path) -> None:
+    text = f"gconfig: {{n_samples: 4}}\nactor: {{path: m, {yaml_text}}}"
+    loss = config_of(translate(found("a.yaml", tmp_path, text)).tree).algorithm.loss
+    assert (loss.decoupled, loss.behaviour_weight.rule) == expected
+
+
+def test_aliases_of_aliases_are_refused(tmp_path: Path) -> None:
+    lines = ["a0: &a0 {x: 1, y: 2}"]
+    lines += [f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 40)]
+    (tmp_path / "bomb.yaml").write_text("\n".join(lines))
+    with pytest.raises(DataError, match="more than 5,000 settings"):
+        read(tmp_path / "bomb.yaml")
