@@ -11,21 +11,19 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
+from areal_rloo import __version__
 from areal_rloo.program import end_on_interrupt, run_main
 
 
 class Program(NamedTuple):
-    """A module with `main(arguments)`, arguments before those of the user, and words for the list of programs."""
+    """A module with `main(arguments)`, and words for the list of programs."""
 
     module: str
     words: str
-    first: tuple[str, ...] = ()
 
 
 PROGRAMS = {
-    "quickstart": Program(
-        "areal_rloo.launcher.run", "train a tiny model to add, on any machine", ("--config", "quickstart.yaml")
-    ),
+    "quickstart": Program("areal_rloo.launcher.quickstart", "train a tiny model to add, on any machine"),
     "run": Program("areal_rloo.launcher.run", "train with a config, here or with --launcher slurm or ray"),
     "resume": Program("areal_rloo.launcher.resume", "go on with a run from the newest checkpoint"),
     "doctor": Program("areal_rloo.launcher.doctor.__main__", "find what would end or slow down a run, with fixes"),
@@ -57,8 +55,8 @@ examples:
 def main(arguments: Sequence[str]) -> int:
     """Run the program that the first argument names; return the exit code of the program."""
     name, *rest = arguments or ("--help",)
-    if name in ("--help", "-h"):
-        print(help_text())  # noqa: T201 - the face of the program
+    if name in ("--help", "-h", "help", "--version"):
+        print(__version__ if name == "--version" else help_text())  # noqa: T201 - the face of the program
         return 0
     program = PROGRAMS.get(name)
     if program is None:
@@ -67,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {name!a}: no such program; {hint}", file=sys.stderr)  # noqa: T201
         return 2
     end_on_interrupt()  # until the program has been imported
-    return run_main(importlib.import_module(program.module).main, [*program.first, *rest])
+    return run_main(importlib.import_module(program.module).main, rest)
 
 
 def help_text() -> str:

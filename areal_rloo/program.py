@@ -26,9 +26,16 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **arguments)
         self._more = " [key.path=value ...]" if overrides else ""
 
+    def format_usage(self) -> str:
+        return super().format_usage().rstrip("\n") + f"{self._more}\n"
+
+    def format_help(self) -> str:
+        usage = super().format_usage()
+        return super().format_help().replace(usage, self.format_usage(), 1)
+
     def error(self, message: str) -> NoReturn:
         usage = " ".join(self.format_usage().split()).removeprefix("usage: ")
-        raise ConfigError(f"{message}; expected {usage}{self._more}")
+        raise ConfigError(f"{message}; expected {usage}")
 
 
 def end_on_interrupt() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import msgspec
 
 from areal_rloo.config.load import load_config
 from areal_rloo.config.options import Option, find, groups, json_schema
+from areal_rloo.config.other_names import OURS
 from areal_rloo.config.schema import Config
 from areal_rloo.errors import ConfigError, shown
 from areal_rloo.program import Parser, run_main
@@ -20,8 +22,8 @@ from areal_rloo.program import Parser, run_main
 _PAGE = """# Options
 
 Every key of a config file, written by `areal-rloo config page` from `areal_rloo/config/`.
-On a command line an option is `key.path=value`, where N is the position in a list, from 0. `areal-rloo config show KEY`
-prints the same for one key or section, and `--dry-run` of a launcher the resolved config.
+On a command line an option is `key.path=value`. In a key, N stands for a position in a list, from 0. `areal-rloo config
+show KEY` prints the same for one key or section, and `--dry-run` of a launcher the resolved config.
 Editors read `configs/schema.json`; each shipped config names it in the first line.
 """
 
@@ -80,6 +82,7 @@ def page() -> str:
 
 
 def _shown(key: str) -> Iterator[str]:
+    key = re.sub(r"\.\d+(?=\.|$)", ".N", key)  # a position in a list
     found = find(key) if key else [option for group in groups() for option in group.options]
     if not found:
         known = [option.key for group in groups() for option in group.options]
@@ -87,7 +90,7 @@ def _shown(key: str) -> Iterator[str]:
         same = sorted(
             (name for name in known if name.rpartition(".")[2] == last), key=lambda name: name.startswith("model.tiny.")
         )
-        close = same or difflib.get_close_matches(key, known, n=1)
+        close = same or [OURS[last]] if same or last in OURS else difflib.get_close_matches(key, known, n=1)
         hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "see `areal-rloo config show`"
         raise ConfigError(f"'{shown(key)}': no such option or section; {hint}")
     for option in found:

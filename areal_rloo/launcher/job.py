@@ -22,6 +22,7 @@ from areal_rloo.errors import DecodeError, PreflightError, UserError
 from areal_rloo.files import read_regular, remove_abandoned
 from areal_rloo.launcher.fleet import Fleet, Room
 from areal_rloo.launcher.learner_log import LearnerLog, Silence
+from areal_rloo.launcher.long_logs import last_line
 from areal_rloo.launcher.placement import Placement
 from areal_rloo.launcher.plan import JobRequest, Plan, plan_run
 from areal_rloo.launcher.ranks import LearnerRanks
@@ -141,7 +142,7 @@ class Job:
         if self.unfinished and code == 0:
             newest = self._newest_checkpoint()
             progress.say(
-                f"stopped before the last step; --resume goes on from {newest}"
+                f"stopped before the last step; `areal-rloo resume`, or --resume, goes on from {newest}"
                 if newest is not None
                 else "stopped before the first train step: nothing was trained, and there is nothing to resume"
             )
@@ -179,7 +180,8 @@ class Job:
         while (code := self._supervisor.exit_code(preparation.name)) is None and not self._signals.any:
             if time.monotonic() - said_s > _SAY_EVERY_S:
                 said_s = time.monotonic()
-                self._progress.say(f"still preparing the tiny model, for {said_s - began_s:.0f} s")
+                reached = last_line(self._folder / "logs" / "warm_start.log").rpartition("warm start: ")[2]
+                self._progress.say(f"still preparing the tiny model, for {said_s - began_s:.0f} s; {reached}")
             time.sleep(_LOOK_EVERY_S)
         if code is None or (code != 0 and self._signals.any):
             return 0

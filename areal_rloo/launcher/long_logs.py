@@ -1,4 +1,4 @@
-"""Shorten the output of a process with endless output: keep the beginning and the end, and leave out the middle.
+"""Shorten the output of a process with endless output: keep the beginning and the end. Also: the last line of a log.
 
 The launcher calls this in the loop around all processes. The file belongs to the process, which never waits: a
 pipe with a reader in between would block the process if the reader hangs, and kill the process if the reader dies. A
@@ -12,7 +12,19 @@ from pathlib import Path
 
 MOST_BYTES = 64 * 2**20  # far more than the output of a long run: records are in files with limits of their own
 _KEPT_SHARE = 8  # at each end
+_LINE_BYTES = 4096
 _MOST_READS = 100  # until the process pauses
+
+
+def last_line(path: Path) -> str:
+    """Return the last whole line of a log; empty if there is none yet."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _LINE_BYTES))
+            lines = file.read().decode(errors="replace").rpartition("\n")[0].splitlines()
+    except OSError:
+        return ""
+    return lines[-1] if lines else ""
 
 
 def shorten(path: Path, most_bytes: int = MOST_BYTES) -> None:

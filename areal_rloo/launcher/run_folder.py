@@ -121,7 +121,8 @@ def resume_changes(folder: Path, config: Config) -> list[str]:
         )
     for version, path in reversed(checkpoints.items()):
         if has_intact_config(path):  # else damaged: the learner goes on from an older checkpoint
-            return [change.line(version) for change in changes_since(path, config)]
+            changed = changes_since(path, config)
+            return [change.line(version) for change in changed if change.key != "run.folder"]  # it is this folder
     return []
 
 

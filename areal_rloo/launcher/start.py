@@ -87,6 +87,8 @@ def parse(
         "Overrides follow as key.path=value or --key.path=value, e.g. algorithm.max_staleness=0.",
         overrides=True,
     )
+    if launcher == "local":  # else the usage names it; `run.launcher_of` takes it out of the arguments
+        parser.epilog = "--launcher slurm, --launcher ray: on a cluster; with --help, their own options"
     parser.add_argument("--config", required=True, help="a path, or the name of a shipped config")
     parser.add_argument("--entry", help="your script or module, imported by every process; may stand first")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, start nothing")

@@ -88,7 +88,7 @@ def _system_of(text: str, settings: Settings) -> System | None:
         return "verl"
     if {"gconfig", "allocation_mode", "actor"} & names:
         return "areal"
-    if re.search(r"\bswift\b", text) or {"rlhf_type", "reward_funcs_plugin"} & names:
+    if re.search(r"\bswift +rlhf\b", text) or "rlhf_type" in names:
         return "ms-swift"
     of_trl = {"num_generations", "max_completion_length", "per_device_train_batch_size", "model_name_or_path"}
     return "trl" if of_trl & names or any(word in text for word in _CONFIGS) else None

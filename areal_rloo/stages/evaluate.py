@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         raise PreflightError(f"argument '--output': {folder} cannot be written: {error.strerror}") from error
     setup_logs("evaluate", level=config.telemetry.log_level, file=folder / "logs" / "evaluate.log")
     run_beside_user_code(_evaluate(config, folder, source.version))
-    print(f"samples: areal-rloo inspect {folder}")  # noqa: T201 - users read this line
+    print(f"samples: {sys.executable} -m areal_rloo inspect {folder}")  # noqa: T201 - users read this line
     return 0
 
 

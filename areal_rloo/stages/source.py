@@ -68,6 +68,8 @@ def of_run(run_folder: Path, step: int | None, overrides: Sequence[str] = ()) ->
         UserError: the folder has no run, or the run no such checkpoint.
     """
     folder = run_folder.resolve()
+    if (folder / "config.json").is_file():
+        raise ConfigError(f"{run_folder}: a model, not a run; name a config: --config X.yaml model.path={run_folder}")
     check_run(folder)
     version, path = checkpoint_of(folder, step)
     return Source(

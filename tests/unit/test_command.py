@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from areal_rloo import __main__ as command
+from areal_rloo import __version__
 from areal_rloo.completion import candidates
 from areal_rloo.config import load_config
 from areal_rloo.errors import ConfigError
@@ -29,6 +30,13 @@ def test_a_program_explains_itself(name: str, capsys: pytest.CaptureFixture[str]
     text = capsys.readouterr().out
     assert text.startswith(f"usage: areal-rloo {name}")
     assert len(text) > 150
+
+
+def test_the_quickstart_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["quickstart", "--help"]) == 0
+    assert "areal-rloo quickstart learner.num_train_steps=6" in capsys.readouterr().out
+    assert command.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
 
 
 def test_the_list_of_programs_has_each_and_examples(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,6 +75,8 @@ def test_show_prints_a_section_and_an_option(capsys: pytest.CaptureFixture[str])
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()[::2]] == [
         *("run.name", "run.seed", "run.folder", "run.entry")
     ]
+    assert main(["show", "data.train.rewards.0.weight"]) == 0
+    assert capsys.readouterr().out.startswith("data.train.rewards.N.weight: ")
     assert [option.key for option in find("algorithm.max_staleness")] == ["algorithm.max_staleness"]
     with pytest.raises(ConfigError, match=r"did you mean 'learner\.optimizer\.learning_rate' or"):
         main(["show", "learner.learning_rate"])

@@ -8,7 +8,7 @@ from support.patience import eventually
 from support.process_specs import make_spec
 
 from areal_rloo.launcher import supervisor
-from areal_rloo.launcher.long_logs import shorten
+from areal_rloo.launcher.long_logs import last_line, shorten
 from areal_rloo.launcher.processes import LocalStarter, Tail
 from areal_rloo.launcher.supervisor import Supervisor
 
@@ -57,3 +57,10 @@ def test_a_reader_of_the_end_goes_on_after_the_log_is_shortened(tmp_path: Path) 
     with log.open("ab") as file:
         file.write(b"later\n")
     assert tail.read() == "later\n"
+
+
+def test_the_last_line_of_a_log_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    assert last_line(path) == ""
+    path.write_text("one\n" * 3000 + "two\nhalf")
+    assert last_line(path) == "two"
