@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 from areal_rloo import __version__
+from areal_rloo.errors import ConfigError, shown
 from areal_rloo.program import end_on_interrupt, run_main
 
 
@@ -55,17 +56,25 @@ examples:
 def main(arguments: Sequence[str]) -> int:
     """Run the program that the first argument names; return the exit code of the program."""
     name, *rest = arguments or ("--help",)
+    if name not in PROGRAMS:
+        return run_main(_other, [name])
+    end_on_interrupt()  # until the program has been imported
+    return run_main(importlib.import_module(PROGRAMS[name].module).main, rest)
+
+
+def _other(arguments: Sequence[str]) -> int:
+    """Print the help or the version.
+
+    Raises:
+        ConfigError: there is no such program.
+    """
+    (name,) = arguments
     if name in ("--help", "-h", "help", "--version"):
         print(__version__ if name == "--version" else help_text())  # noqa: T201 - the face of the program
         return 0
-    program = PROGRAMS.get(name)
-    if program is None:
-        close = difflib.get_close_matches(name, PROGRAMS, n=1)
-        hint = f"did you mean '{close[0]}'?" if close else f"expected one of {', '.join(PROGRAMS)}"
-        print(f"error: {name!a}: no such program; {hint}", file=sys.stderr)  # noqa: T201
-        return 2
-    end_on_interrupt()  # until the program has been imported
-    return run_main(importlib.import_module(program.module).main, rest)
+    close = difflib.get_close_matches(name, PROGRAMS, n=1)
+    hint = f"did you mean '{close[0]}'?" if close else f"expected one of {', '.join(PROGRAMS)}"
+    raise ConfigError(f"'{shown(name)}': no such program; {hint}")
 
 
 def help_text() -> str:

@@ -51,7 +51,7 @@ def _all(before: Sequence[str], last: str) -> Iterator[str]:
     if not before:
         yield from PROGRAMS
     elif last == "=" or before[-1] == "=":
-        key = before[-1] if last == "=" else before[-2]
+        key = ([*before, last] if last == "=" else before)[-2:][0]
         yield from (word for option in find(key) if option.key == key for word in option.choices)
     elif before[-1] == "--config":
         yield from (path.name for path in shipped_configs())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -10,9 +11,10 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
-from areal_rloo.errors import ConfigError, UserError
+from areal_rloo.errors import ConfigError, UserError, shown
 from areal_rloo.standard_streams import open_missing_streams, stop_printing
 
+_OF_PATHS = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.ENOSPC)
 _NOTHING_STARTED = "stopped before anything had started"
 
 
@@ -62,6 +64,12 @@ def run_main(main: Callable[[Sequence[str]], int], arguments: Sequence[str] | No
     except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         stop_printing()
         return 0
+    except OSError as error:  # a path of the command line, or a full disk behind standard output
+        if error.errno not in _OF_PATHS:
+            raise
+        _say(f"error: {shown(str(error.filename or 'standard output'))}: {error.strerror}")
+        stop_printing()
+        return 2
     except KeyboardInterrupt:
         _say(_NOTHING_STARTED)
         return 130

@@ -36,7 +36,7 @@ from areal_rloo.config.data import (
 from areal_rloo.config.imports import ENTRY, import_entry, import_function, import_named
 from areal_rloo.config.launcher import LauncherConfig
 from areal_rloo.config.learner import MOST_BETA, LearnerConfig, LoraConfig, OptimizerConfig
-from areal_rloo.config.load import check_run, check_unique, dump_config, load_config
+from areal_rloo.config.load import check_run, check_unique, dump_config, load_config, override_of
 from areal_rloo.config.presets import PRESETS
 from areal_rloo.config.rollout import EmbeddedConfig, EpisodeConfig, RolloutConfig, SamplingConfig
 from areal_rloo.config.schema import (
@@ -96,5 +96,6 @@ __all__ = [
     "is_loopback",
     "load_config",
     "option_number",
+    "override_of",
     "validate",
 ]

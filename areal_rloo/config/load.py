@@ -5,6 +5,7 @@ file ─► `reading`: a bounded tree ─► AReaL's keys renamed ─► overrid
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -126,6 +127,11 @@ def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
         words = f"expected at most {_MOST_PARTS} names of at most {MOST_KEY} characters before the '='"
         raise ConfigError(f"override '{shown(override)}': {words}")
     return parts, parse(text, f"override '{shown(override)}': the value", is_file=False).tree
+
+
+def override_of(key: str, text: str | Path) -> str:
+    """Write an override with a text that must not be read as YAML, such as a path with ` #` in it."""
+    return f"{key}={json.dumps(str(text), ensure_ascii=False)}"
 
 
 def check_unique(overrides: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ from msgspec import inspect
 
 from areal_rloo.config.schema import Config
 
+_SIZE = r"^\d+(\.\d+)?([eE]\d+)? ?([KMGT]i?)?B?$"
 _UNBOUNDED = 2**62  # bounds at and beyond this only keep sums finite
 _PLAIN: dict[type[inspect.Type], str] = {
     inspect.IntType: "integer",
@@ -78,7 +79,8 @@ def json_schema() -> dict[str, Any]:
                 number = dict(described)
                 default = number.pop("default", None)
                 described.clear()
-                described["anyOf"] = [number, {"enum": ["auto"]} if auto else {"type": "string"}]
+                number |= {"minimum": 1} if auto else {}
+                described["anyOf"] = [number, {"enum": ["auto"]} if auto else {"type": "string", "pattern": _SIZE}]
                 if default is not None:
                     described["default"] = default or ("auto" if auto else 0)
             described["description"] = meanings.get(key) or described.get("description", "")

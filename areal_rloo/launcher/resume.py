@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_rloo.config import check_run
+from areal_rloo.config import check_run, override_of
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import ConfigError, DecodeError
 from areal_rloo.files import read_regular
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         _parser().parse_args(["--help"])
     launcher, rest = launcher_of(arguments)
-    named = bool(rest) and not rest[0].startswith("-") and "=" not in rest[0]
+    named = bool(rest) and not rest[0].startswith("-") and ("=" not in rest[0] or Path(rest[0]).exists())
     folder, others = (Path(rest[0]), rest[1:]) if named else (Path(_LATEST), rest)
     folder = folder.resolve()
     submitted = newest_submitted(folder)
@@ -51,7 +51,9 @@ def main(arguments: Sequence[str]) -> int:
         check_run(folder)
     config = folder / "config.yaml" if submitted is None else submitted
     launcher = launcher or (_recorded(folder) if submitted is None else "slurm")
-    return run.main([f"--launcher={launcher}", "--config", str(config), f"run.folder={folder}", "--resume", *others])
+    return run.main(
+        [f"--launcher={launcher}", "--config", str(config), override_of("run.folder", folder), "--resume", *others]
+    )
 
 
 def _recorded(folder: Path) -> str:

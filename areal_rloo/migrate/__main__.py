@@ -26,6 +26,7 @@ examples:
   areal-rloo migrate run_qwen3_8b_fsdp.sh > my.yaml
   areal-rloo migrate rloo.py --processes 8 > my.yaml
   areal-rloo run --config my.yaml --dry-run"""
+_MOST_ITEMS = 20
 _TITLES = {
     "to": "translated:",
     "none": "not needed here:",
@@ -73,11 +74,16 @@ def report(system: str, translation: Translation) -> Iterator[str]:
         if lines:
             yield f"{title}  ({len(lines)} of {len(translation.lines)} settings of {system})"
         for line in lines:
-            setting = shown(f"{line.name}={line.value}")
+            setting = shown(f"{line.name}={_short(line.value)}")
             words = f"{', '.join(line.keys)}{': ' if line.keys and line.why else ''}{line.why}"
             yield f"  {setting:<{width}}  {words}".rstrip()
     if translation.refusal:
         yield f"the config is not complete: {translation.refusal}"
+
+
+def _short(value: object) -> str:
+    """Write a value; of a long list only the beginning."""
+    return str(value[:_MOST_ITEMS] if isinstance(value, list) else value)
 
 
 if __name__ == "__main__":

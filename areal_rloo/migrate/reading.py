@@ -17,16 +17,17 @@ import msgspec
 import yaml
 
 from areal_rloo.errors import DataError, first_line
+from areal_rloo.files import read_regular
 from areal_rloo.migrate.shell import Script, read_shell, typed
 
 System = Literal["areal", "verl", "trl", "ms-swift"]
 Settings = dict[str, Any]
 
-_MOST_BYTES = 2**20
+_MOST_BYTES = 2**18
 _INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 _CONFIGS = ("RLOOConfig", "GRPOConfig")
 _TRAINERS = ("RLOOTrainer", "GRPOTrainer")
-_MOST_DEPTH = 10  # of variables in variables
+_MOST_DEPTH = 20
 _MOST_SETTINGS = 5_000
 
 
@@ -55,21 +56,20 @@ def read(path: Path, system: System | None = None) -> Found:
         DataError: the file cannot be read, or no system is recognized.
     """
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise DataError(f"{path}: expected a config or a script, got more than {_MOST_BYTES} bytes")
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path, most_bytes=_MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {first_line(error)}") from error
+        raise DataError(f"{path}: cannot be read: {first_line(error)}; expected a config or a script") from error
     try:
         script = Script()
         if path.suffix == ".py":
             settings = _of_python(ast.parse(text))
         elif path.suffix in (".yaml", ".yml"):
+            _check_events(text)
             settings = _of_yaml(yaml.safe_load(text))
         else:
             script = read_shell(text)
             settings = script.settings
-    except (SyntaxError, ValueError, RecursionError, MemoryError, yaml.YAMLError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError, yaml.YAMLError) as error:
         raise DataError(f"{path}: cannot be read: {first_line(error)}") from error
     found = system or _system_of(text, settings)
     if found is None or not settings:
@@ -92,6 +92,21 @@ def _system_of(text: str, settings: Settings) -> System | None:
         return "ms-swift"
     of_trl = {"num_generations", "max_completion_length", "per_device_train_batch_size", "model_name_or_path"}
     return "trl" if of_trl & names or any(word in text for word in _CONFIGS) else None
+
+
+def _check_events(text: str) -> None:
+    """Refuse YAML that is small in the file and large in memory.
+
+    Raises:
+        ValueError: there is an alias, or the nesting is too deep.
+    """
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError("expected no aliases")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MOST_DEPTH:
+            raise ValueError(f"expected a depth of at most {_MOST_DEPTH}")
 
 
 def _of_yaml(tree: Any) -> Settings:
@@ -132,14 +147,19 @@ def _of_python(tree: ast.Module) -> Settings:
         if called == "LoraConfig":
             settings["use_peft"] = True
         for keyword in node.keywords if prefix is not None else ():
-            if keyword.arg not in (None, "args", "peft_config"):
+            if keyword.arg is None:
+                settings[f"**{ast.unparse(keyword.value)}"] = "more settings"
+            elif keyword.arg not in ("args", "peft_config"):
                 settings[f"{prefix}{keyword.arg}"] = _literal(keyword.value)
     return settings
 
 
 def _literal(node: ast.expr) -> Any:
-    """Return the value of a literal, and the source of anything else."""
+    """Return the value of a literal that YAML has, too, and the source of anything else."""
     try:
-        return ast.literal_eval(node)
-    except ValueError:
-        return ast.unparse(node)
+        value = ast.literal_eval(node)
+        if len(msgspec.json.encode(value)) > 0:
+            return value
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError, OverflowError):
+        pass
+    return ast.unparse(node)

@@ -24,7 +24,9 @@ _ARITHMETIC = re.compile(r"\$\(\(([^()$]*(?:\([^()$]*\)[^()$]*)*)\)\)")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _HYDRA = re.compile(r"[+~]{0,2}(\w+(?:\.\w+)+)=(.*)", re.DOTALL)
 _OPTION = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
+_ENDS = re.compile(r"\|(?!\|)|&(?!&)|\d*[<>]|<<")
 _OPENS, _CLOSES = ("if", "case", "for", "while", "until"), ("fi", "esac", "done")
+_TESTS = ("[", "[[", "test")
 _SILENT = ("echo", "printf", "set", "#")  # commands whose words are no settings
 _MOST_DEPTH = 10  # of variables in variables
 _MOST_CHARACTERS = 10_000  # of a word with all variables filled in
@@ -56,15 +58,30 @@ def read_shell(text: str) -> Script:
     script, depth, chosen = Script(), 0, set[str]()  # variables that depend on a branch
     for line in _lines(text):
         depth = max(0, depth + (line[0] in _OPENS) - (line[0] in _CLOSES))
-        if line[0] in _SILENT:
-            continue
-        _read_line(line, script, chosen, in_branch=depth > 0 or "&&" in line or "||" in line)
+        chooses = line[0] in _TESTS or "||" in line
+        for part in _parts(line):
+            if part and part[0] not in _SILENT:
+                _read_line(part, script, chosen, in_branch=depth > 0 or chooses)
     return script
+
+
+def _parts(line: list[str]) -> Iterator[list[str]]:
+    """Split a line at `&&` and `||`."""
+    part: list[str] = []
+    for word in line:
+        if word in ("&&", "||"):
+            yield part
+            part = []
+        else:
+            part.append(word)
+    yield part
 
 
 def _read_line(line: list[str], script: Script, chosen: set[str], *, in_branch: bool) -> None:
     name = ""  # of the option whose values follow
     for word in line:
+        if _ENDS.match(word):  # a pipe, a redirection, the background
+            return
         filled = _filled(word, script.variables)
         used = {found[1] or found[4] for found in _VARIABLE.finditer(word)}
         doubtful = in_branch or bool(used & chosen)
@@ -80,18 +97,25 @@ def _read_line(line: list[str], script: Script, chosen: set[str], *, in_branch: 
             variable = assigned[1]
             if doubtful and script.variables.get(variable) != assigned[2]:
                 chosen.add(variable)
-            script.variables[variable] = assigned[2]
+            if len(assigned[2]) <= _MOST_CHARACTERS:
+                script.variables[variable] = assigned[2]
             continue
         elif name and not filled.startswith("-") and not filled.endswith(".py"):
-            setting, before = name, script.settings[name]
-            values = [] if before is True else [*(before if isinstance(before, list) else [before])]
-            values.append(typed(filled))
-            script.settings[name] = values[0] if len(values) == 1 else values
+            setting = name
+            script.settings[name] = _with(script.settings[name], typed(filled))
         else:
             name = ""
             continue
         if doubtful:
             script.doubtful.add(setting)
+
+
+def _with(before: Any, value: Any) -> Any:
+    """Add a value to those of an option, which is True as long as there is none; a list grows in place."""
+    if isinstance(before, list):
+        before.append(value)
+        return before
+    return value if before is True else [before, value]
 
 
 def _lines(text: str) -> Iterator[list[str]]:
@@ -169,7 +193,10 @@ def typed(value: Any) -> Any:
     """Read a text as YAML would: numbers, booleans, lists."""
     if not isinstance(value, str):
         return value
-    try:
-        return float(value) if re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value) else yaml.safe_load(value)
-    except (yaml.YAMLError, RecursionError, ValueError):
+    if len(value) > _MOST_CHARACTERS:
         return value
+    try:
+        read = float(value) if re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value) else yaml.safe_load(value)
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError):
+        return value
+    return value if isinstance(read, int) and abs(read) >= 2**62 else read

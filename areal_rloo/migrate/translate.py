@@ -67,7 +67,7 @@ def translate(found: Found) -> Translation:
     rules = RULES[found.system]
     try:
         options = dict(_DEFAULTS[found.system](given))
-    except (UnreadableError, TypeError, ValueError):  # a line says which value cannot be read
+    except (UnreadableError, TypeError, ValueError, ArithmeticError):  # a line says which value cannot be read
         options = dict(_DEFAULTS[found.system]({name: given[name] for name in _DECIDE if name in given}))
     order = {pattern: index for index, pattern in enumerate(rules)}
     matched = {name: next((pattern for pattern in rules if fnmatch.fnmatchcase(name, pattern)), None) for name in given}
@@ -103,7 +103,7 @@ def _applied(name: str, given: Mapping[str, Any], rule: Rule | None, options: Op
         made = rule.make(value, given)
     except UnreadableError as error:
         return Line(name, value, "hand", why=str(error))
-    except (TypeError, ValueError, AttributeError, KeyError):
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError):
         return Line(name, value, "hand", why="cannot be read")
     for key, option in made.items():
         both = isinstance(option, dict) and isinstance(options.get(key), dict)

@@ -11,7 +11,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from areal_rloo.config import Config, dump_config
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("data.eval: expected an evaluation set, got null; set data.eval={task: ...}")
     check(config)
     folder = options.output or Path("evaluations") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PreflightError(f"argument '--output': expected an empty or a new folder, got {folder}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,11 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         raise PreflightError(f"argument '--output': {folder} cannot be written: {error.strerror}") from error
     setup_logs("evaluate", level=config.telemetry.log_level, file=folder / "logs" / "evaluate.log")
-    run_beside_user_code(_evaluate(config, folder, source.version))
+    try:
+        run_beside_user_code(_evaluate(config, folder, source.version))
+    except KeyboardInterrupt:
+        print(f"stopped; the samples so far are in {folder}", file=sys.stderr)  # noqa: T201
+        return 130
     print(f"samples: {sys.executable} -m areal_rloo inspect {folder}")  # noqa: T201 - users read this line
     return 0
 
@@ -79,7 +83,8 @@ async def _evaluate(config: Config, folder: Path, version: int) -> None:
     with contextlib.closing(MetricsFile(folder / "metrics.jsonl")) as metrics:
 
         def on_record(record: EvalRecord) -> None:
-            metrics.append(record)
+            with _writing(folder):
+                metrics.append(record)
             print(words(record))  # noqa: T201 - users read this line
 
         evaluation = Evaluation(eval_sets(config, tokenize), on_record)
@@ -93,11 +98,21 @@ async def _evaluate(config: Config, folder: Path, version: int) -> None:
             making = make_samples(config, model, folder, wanted, policy_version=version)
             async with contextlib.aclosing(making) as samples:
                 async for made in samples:
-                    trajectories.append(record_of(made, records, version))
+                    with _writing(folder):
+                        trajectories.append(record_of(made, records, version))
                     if made.trajectories:
                         evaluation.finish(made.trajectories)
                     else:
                         evaluation.fail(made.wanted.sample_id, 0)
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Say in a line that the disk refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise PreflightError(f"{folder} cannot be written: {error.strerror}; free some disk") from error
 
 
 def words(record: EvalRecord) -> str:

@@ -58,6 +58,8 @@ def export(run_folder: Path, step: int | None, target: Path) -> None:
     version, checkpoint = checkpoint_of(run_folder, step)
     if not is_whole(checkpoint):
         raise CheckpointError(f"{checkpoint}: a file is missing or damaged; export another step with --step")
+    if target.resolve() == Path.cwd():
+        raise PreflightError("argument '--to': expected a new folder, got the current one")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise PreflightError(f"argument '--to': expected an empty or a new folder, got {target}")
     config = load_config(str(checkpoint / "config.yaml"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from areal_rloo.tasks import load_train
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.tasks.tools import tool_schemas
 from areal_rloo.telemetry.logs import setup_logs
+from areal_rloo.telemetry.record_file import RecordFile
 from areal_rloo.waiting import run_beside_user_code
 
 _DESCRIPTION = """\
@@ -74,8 +76,15 @@ def main(arguments: Sequence[str]) -> int:
     if config.rollout.server is not None:
         (options.output.parent / "logs").mkdir(exist_ok=True)  # for the output of the server
     setup_logs("generate", level=config.telemetry.log_level, file=None)
-    with contextlib.closing(_opened(options.output)) as rows:
+    rows = _opened(options.output)
+    num: int | None = None
+    try:
         num = run_beside_user_code(_generate(config, source.version, options.num_prompts, rows, options.output.parent))
+    except KeyboardInterrupt:
+        print(f"stopped; the samples so far are in {options.output}", file=sys.stderr)  # noqa: T201
+        return 130
+    finally:
+        _close(rows, options.output, whole=num is not None)
     print(f"{num:,} samples: {options.output}")  # noqa: T201 - users read this line
     return 0
 
@@ -139,13 +148,14 @@ def _rows(made: Made, records: RecordMaker, version: int) -> Iterator[Row]:
 
 
 class _Lines:
-    """A file of JSON lines; every row is in the file at once."""
+    """A file of JSON lines; every row is in the file at once, whole."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("xb", buffering=0)
+        path.open("xb").close()
+        self._file = RecordFile(path)
 
     def write(self, row: Row) -> None:
-        self._file.write(msgspec.json.encode(row) + b"\n")
+        self._file.append(msgspec.json.encode(row) + b"\n")
 
     def close(self) -> None:
         self._file.close()
@@ -190,6 +200,23 @@ class _Parquet:
         if self._rows:
             self._file.write_table(self._of_rows(self._rows, schema=self._schema))
             self._rows = []
+
+
+def _close(rows: _Lines | _Parquet, path: Path, *, whole: bool) -> None:
+    """Close the file; remove a file that nobody can use.
+
+    Raises:
+        PreflightError: the last rows cannot be written.
+    """
+    try:
+        rows.close()
+    except OSError as error:
+        path.unlink()  # a parquet file without its end
+        raise PreflightError(
+            f"argument '--output': {path} cannot be written: {error.strerror}; free some disk"
+        ) from error
+    if not whole and path.suffix == ".jsonl" and path.stat().st_size == 0:
+        path.unlink()
 
 
 def _opened(path: Path) -> _Lines | _Parquet:

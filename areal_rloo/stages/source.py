@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_rloo.config import Config, check_run, check_unique, import_entry, load_config
+from areal_rloo.config import Config, check_run, check_unique, import_entry, load_config, override_of
 from areal_rloo.errors import CheckpointError, ConfigError, shown
 from areal_rloo.learner.checkpoint_folder import folder_of, list_checkpoints
 from areal_rloo.learner.warm_start import prepare_tiny_model
@@ -72,9 +72,9 @@ def of_run(run_folder: Path, step: int | None, overrides: Sequence[str] = ()) ->
         raise ConfigError(f"{run_folder}: a model, not a run; name a config: --config X.yaml model.path={run_folder}")
     check_run(folder)
     version, path = checkpoint_of(folder, step)
-    return Source(
-        load_config(str(folder / "config.yaml"), [*overrides, f"model.path={path / _MODEL}"]), folder, version
-    )
+    config = load_config(str(folder / "config.yaml"), [*overrides, override_of("model.path", path / _MODEL)])
+    import_entry(config.run.entry)
+    return Source(config, folder, version)
 
 
 def checkpoint_of(run_folder: Path, step: int | None) -> tuple[int, Path]:

@@ -102,7 +102,7 @@ def test_resume_repeats_the_launcher_of_the_last_start(tmp_path: Path, monkeypat
         write_beginning(folder, load_config("quickstart.yaml"), [HOST], launcher)
     calls = called(monkeypatch, "ray")
     monkeypatch.chdir(tmp_path)
-    words = ["--config", str(folder / "config.yaml"), f"run.folder={folder}", "--resume"]
+    words = ["--config", str(folder / "config.yaml"), f'run.folder="{folder}"', "--resume"]
     assert resume.main([str(folder), "run.seed=1", "--dry-run"]) == 7
     assert resume.main(["run.seed=1"]) == 7  # runs/latest
     assert calls == [[*words, "run.seed=1", "--dry-run"], [*words, "run.seed=1"]]
@@ -117,7 +117,18 @@ def test_resume_of_a_submitted_run_submits_its_last_config(tmp_path: Path, monke
     calls = called(monkeypatch, "slurm")
     assert resume.main([str(tmp_path)]) == 7
     newest = tmp_path / "submitted-20260102-000000-1.yaml"
-    assert calls == [["--config", str(newest), f"run.folder={tmp_path}", "--resume"]]
+    assert calls == [["--config", str(newest), f'run.folder="{tmp_path}"', "--resume"]]
+
+
+@pytest.mark.parametrize("name", ["exp #2", "a: b", "[x]", "a=b", "'q'", 'q"'])
+def test_resume_takes_the_folder_whatever_its_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    write_beginning(folder, load_config("quickstart.yaml"), [HOST])
+    calls = called(monkeypatch, "local")
+    monkeypatch.chdir(tmp_path)
+    assert resume.main([name]) == 7
+    assert load_config("quickstart.yaml", [calls[0][2]]).run.folder == str(folder)
 
 
 def test_resume_without_a_recorded_launcher_asks_for_it(tmp_path: Path) -> None:

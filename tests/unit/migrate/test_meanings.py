@@ -1,11 +1,13 @@
 """A migrated value means the same as in its system: found by a comparison with the code of AReaL, verl and TRL."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.migration import found
 
+from areal_rloo.__main__ import main
 from areal_rloo.config.load import config_of
 from areal_rloo.errors import DataError
 from areal_rloo.migrate.reading import read
@@ -131,9 +133,44 @@ def test_the_three_ways_of_areal_to_clip(yaml_text: str, expected: tuple[bool, s
     assert (loss.decoupled, loss.behaviour_weight.rule) == expected
 
 
-def test_aliases_of_aliases_are_refused(tmp_path: Path) -> None:
-    lines = ["a0: &a0 {x: 1, y: 2}"]
-    lines += [f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 40)]
-    (tmp_path / "bomb.yaml").write_text("\n".join(lines))
-    with pytest.raises(DataError, match="more than 5,000 settings"):
-        read(tmp_path / "bomb.yaml")
+BOMBS = {
+    "aliases.yaml": "a0: &a0 {x: 1, y: 2}\n"
+    + "\n".join(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 40)),
+    "itself.yaml": "actor: &a {path: x, b: *a}",
+    "deep.yaml": "gconfig: " + "[" * 1000,
+    "many.yaml": "gconfig: {" + ", ".join(f"k{n}: 1" for n in range(6000)) + "}",
+    "deep.py": "RLOOConfig(seed=" + "-" * 5000 + "1)",
+    "variables.sh": "A=xxxxxxxxxx\n" + "A=$A$A$A$A$A$A$A$A$A$A\n" * 9 + "swift rlhf --beta $A --num_generations 2",
+    "open.sh": "swift rlhf --num_generations 2 " + "'${a-" * 9000,
+    "sums.sh": "a=$((b+1))\nb=$((a+1))\n" * 50 + "swift rlhf --beta $((a+b)) --num_generations 2",
+    "digits.py": "RLOOConfig(seed=0x" + "f" * 5000 + ", num_generations=2)",
+    "odd.py": "RLOOConfig(seed=..., learning_rate=1j, model_init_kwargs={(1,): 2}, num_generations=2, **more)",
+    "infinite.yaml": "actor_rollout_ref: {rollout: {n: 4}}\ntrainer: {save_freq: .inf, n_gpus_per_node: .nan}",
+    "none.yaml": "gconfig: {n_samples: 2}\nrollout: {backend: 'sglang:d0', max_concurrent_rollouts: 8}",
+    "date.sh": "verl actor_rollout_ref.rollout.n=4 trainer.experiment_name=2024-02-30",
+    "long.sh": "swift rlhf --num_generations 2 --reward_funcs " + "a " * 20_000,
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_hostile_file_ends_in_a_line_or_a_config(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(BOMBS[name])
+    code = main(["migrate", str(tmp_path / name)])
+    output = capsys.readouterr()
+    assert code in (0, 2)
+    assert code == 0 or output.err.count("\n") == 1
+    assert max(map(len, (output.out + output.err).splitlines())) < 20_000
+
+
+def test_a_pipe_is_no_file_of_settings(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.sh")
+    with pytest.raises(DataError, match="cannot be read"):
+        read(tmp_path / "pipe.sh")
+
+
+@pytest.mark.parametrize("end", ["2>&1 | tee train.log", "> train.log 2>&1 &", "&& echo --beta 3"])
+def test_the_settings_end_where_the_command_ends(end: str, tmp_path: Path) -> None:
+    given = found("run.sh", tmp_path, f"swift rlhf --num_generations 2 --learning_rate 1e-6 {end}")
+    assert given.settings["learning_rate"] == 1e-6
