@@ -56,10 +56,10 @@ def main(arguments: Sequence[str]) -> int:
     config = alone(source.config)
     if config.data.eval is None:
         raise ConfigError("data.eval: expected an evaluation set, got null; set data.eval={task: ...}")
-    check(config)
     folder = options.output or Path("evaluations") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PreflightError(f"argument '--output': expected an empty or a new folder, got {folder}")
+    check(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "config.yaml", dump_config(config).encode())

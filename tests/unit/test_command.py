@@ -71,6 +71,22 @@ def test_the_console_script_and_the_module_are_the_same() -> None:
         assert ended.stdout.startswith("run.seed: integer from 0; default 0\n")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("words", [["--help"], ["config", "show"]])
+def test_a_full_disk_behind_the_output_is_a_line(words: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "areal_rloo", *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (ended.returncode, ended.stderr) == (2, "error: standard output: No space left on device\n")
+
+
+def test_a_closed_reader_is_no_error() -> None:
+    command = f"{sys.executable} -m areal_rloo config show | head -1"
+    ended = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def called(monkeypatch: pytest.MonkeyPatch, launcher: str) -> list[list[str]]:
     """Replace the main function of a launcher; return the list that gets the arguments of each call."""
     calls: list[list[str]] = []
@@ -153,6 +169,7 @@ def test_resume_without_a_recorded_launcher_asks_for_it(tmp_path: Path) -> None:
         (["config", "show", "wire.hea"], ["wire.heartbeat_s", "wire.heartbeat_timeout_s"]),
         (["completion", ""], ["bash", "zsh"]),
         (["inspect", "ru"], []),
+        (["=", "x"], []),
     ],
 )
 def test_a_shell_completes_words(words: list[str], expected: list[str]) -> None:

@@ -2,6 +2,8 @@
 
 import errno
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,9 +12,10 @@ import pytest
 
 from areal_rloo.__main__ import main
 from areal_rloo.config import dump_config, load_config
+from areal_rloo.errors import PreflightError
 from areal_rloo.learner import checkpoint
 from areal_rloo.stages import export
-from areal_rloo.stages.generate import Row, _opened
+from areal_rloo.stages.generate import Row, _close, _opened
 from areal_rloo.telemetry.metrics import MetricsFile
 from areal_rloo.telemetry.records import EvalRecord
 
@@ -59,6 +62,9 @@ def refusal(words: list[str], capfd: pytest.CaptureFixture[str]) -> str:
             ["evaluate", "runs/one", "rollout.engine=sglang", "rollout.sglang.urls=[http://127.0.0.1:1]"],
             "rollout.sglang.urls: expected none here",
         ),
+        (["evaluate", "x" * 300], "File name too long"),
+        (["evaluate", "runs/one", "--output", "runs/one/config.yaml"], "'--output': expected an empty or a new folder"),
+        (["export", "runs/one", "--to", "."], "'--to': expected a new folder, got the current one"),
         (["generate", "runs/one"], "--output"),
         (["generate", "runs/one", "--output", "a.csv", "--num-prompts", "0"], "'--num-prompts': expected at least 1"),
         (["export", "runs/one"], "--to"),
@@ -121,6 +127,50 @@ def test_the_model_card_has_the_evaluations_up_to_its_step(run_folder: Path, eva
     assert "before training (version 0)" in card
     assert "- version 10: " in card
     assert "0.750" not in card
+
+
+@pytest.mark.parametrize("name", ["made.jsonl", "made.parquet"])
+def test_a_disk_that_refuses_the_end_of_a_file_is_told(name: str, tmp_path: Path) -> None:
+    """A parquet file without an end is of no use, and is removed."""
+    path = tmp_path / name
+    file = _opened(path)
+    file.write(ROW)
+    closed = file.close
+
+    def full() -> None:
+        closed()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file.close = full  # type: ignore[method-assign]
+    with pytest.raises(PreflightError, match="cannot be written: No space left on device"):
+        _close(file, path, whole=True)
+    assert not path.exists()
+
+
+def test_a_row_that_does_not_fit_leaves_the_rows_before(tmp_path: Path) -> None:
+    path = tmp_path / "made.jsonl"
+    code = f"""
+import resource
+from pathlib import Path
+from areal_rloo.stages import generate
+row = generate.Row("sums", 3, 1, "1+1=", [5, 6], "2", [7], [-0.5], [], 4, 1.0, {{}}, "stop", None)
+resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
+file = generate._opened(Path({str(path)!r}))
+try:
+    for _ in range(100):
+        file.write(row)
+except OSError as error:
+    print(error.strerror)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "File too large\n"
+    assert [json.loads(line)["completion"] for line in path.read_text().splitlines()]
+
+
+def test_an_empty_file_of_a_refused_start_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "made.jsonl"
+    _close(_opened(path), path, whole=False)
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("name", ["made.jsonl", "made.parquet"])
