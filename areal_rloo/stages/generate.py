@@ -203,7 +203,7 @@ class _Parquet:
 
 
 def _close(rows: _Lines | _Parquet, path: Path, *, whole: bool) -> None:
-    """Close the file; remove a file that nobody can use.
+    """Close the file; remove a file without rows or without an end.
 
     Raises:
         PreflightError: the last rows cannot be written.
