@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from areal_rloo.config.load import shipped_configs
-from areal_rloo.config.options import find, groups
+from areal_rloo.config.options import find, options
 from areal_rloo.launcher.run import LAUNCHERS
 from areal_rloo.program import Parser
 
@@ -58,9 +58,9 @@ def _all(before: Sequence[str], last: str) -> Iterator[str]:
     elif before[-1] == "--launcher":
         yield from LAUNCHERS
     elif before[0] in _TAKE_OPTIONS:
-        yield from (f"{option.key}=" for group in groups() for option in group.options if last)
+        yield from (f"{option.key}=" for option in options() if last)
     elif before == ["config", "show"]:
-        yield from (option.key for group in groups() for option in group.options)
+        yield from (option.key for option in options())
     elif before == ["config"]:
         yield from ("diff", "page", "schema", "show")
     elif before[0] == "completion":

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from areal_rloo.config.load import load_config
-from areal_rloo.config.options import Option, find, groups, json_schema
+from areal_rloo.config.options import Option, find, groups, json_schema, options
 from areal_rloo.config.other_names import OURS
 from areal_rloo.config.schema import Config
 from areal_rloo.errors import ConfigError, shown
@@ -43,12 +43,12 @@ def main(arguments: Sequence[str]) -> int:
         diff.add_argument(name, metavar="CONFIG", help="a file, a shipped config, or a run folder")
     commands.add_parser("schema", help="print the JSON schema, for editors")
     commands.add_parser("page", help="print docs/options.md")
-    options = parser.parse_args(arguments)
-    match options.command:
+    asked = parser.parse_args(arguments)
+    match asked.command:
         case "show":
-            text = "\n".join(_shown(options.key or ""))
+            text = "\n".join(_shown(asked.key or ""))
         case "diff":
-            text = "\n".join(differences(_config(options.first), _config(options.second)) or ["no option differs"])
+            text = "\n".join(differences(_config(asked.first), _config(asked.second)) or ["no option differs"])
         case "schema":
             text = json.dumps(json_schema(), indent=1)
         case _:
@@ -83,9 +83,9 @@ def page() -> str:
 
 def _shown(key: str) -> Iterator[str]:
     key = re.sub(r"\.\d+(?=\.|$)", ".N", key)  # a position in a list
-    found = find(key) if key else [option for group in groups() for option in group.options]
+    found = find(key) if key else options()
     if not found:
-        known = [option.key for group in groups() for option in group.options]
+        known = [option.key for option in options()]
         last = key.rpartition(".")[2]
         same = sorted(
             (name for name in known if name.rpartition(".")[2] == last), key=lambda name: name.startswith("model.tiny.")

@@ -57,13 +57,17 @@ class Group:
 @functools.cache
 def groups() -> tuple[Group, ...]:
     """Return every section with options, in the order of a resolved config."""
-    return tuple(group for group in _groups_in(_root(), "") if group.options)
+    return tuple(group for section, key in _sections(_root(), "") if (group := _group(section, key)).options)
+
+
+def options() -> list[Option]:
+    """Return every option."""
+    return [option for group in groups() for option in group.options]
 
 
 def find(key: str) -> list[Option]:
     """Return the option with a key, or all options of a section."""
-    options = [option for group in groups() for option in group.options]
-    return [option for option in options if option.key == key or option.key.startswith(f"{key}.")]
+    return [option for option in options() if option.key == key or option.key.startswith(f"{key}.")]
 
 
 def json_schema() -> dict[str, Any]:
@@ -71,8 +75,9 @@ def json_schema() -> dict[str, Any]:
     schema = msgspec.json.schema(Config)
     of_areal = {"type": "object", "description": "AReaL's adv_norm, reward_norm and rejection_sampling, in its words."}
     schema["$defs"]["Config"]["properties"]["actor"] = of_areal
+    structs = {section.cls.__name__: section.cls for section, _ in _sections(_root(), "")}
     for name, struct in schema["$defs"].items():
-        meanings = _meanings(_structs()[name])
+        meanings = _meanings(structs[name])
         for key, described in struct["properties"].items():
             auto, size = described.pop("auto", False), described.pop("bytes", False)
             if auto or size:  # texts that `typed` reads as numbers
@@ -87,16 +92,20 @@ def json_schema() -> dict[str, Any]:
     return schema
 
 
-def _groups_in(section: inspect.StructType, key: str) -> Iterator[Group]:
-    meanings = _meanings(section.cls)
-    options = [_option(field, key, meanings[field.name]) for field in section.fields]
-    yield Group(key, _first_paragraph(section.cls), tuple(option for option in options if option is not None))
+def _sections(section: inspect.StructType, key: str) -> Iterator[tuple[inspect.StructType, str]]:
+    """Give a section and all sections inside, each with the key."""
+    yield section, key
     for field in section.fields:
-        place = _joined(key, field.name)
         for kind in _kinds(field.type):
             inner, below = _item(kind)
             if isinstance(inner, inspect.StructType):
-                yield from _groups_in(inner, place + below)
+                yield from _sections(inner, _joined(key, field.name) + below)
+
+
+def _group(section: inspect.StructType, key: str) -> Group:
+    meanings = _meanings(section.cls)
+    described = (_option(field, key, meanings[field.name]) for field in section.fields)
+    return Group(key, _first_paragraph(section.cls), tuple(option for option in described if option is not None))
 
 
 def _option(field: inspect.Field, section: str, meaning: str) -> Option | None:
@@ -191,22 +200,6 @@ def _first_paragraph(struct: type) -> str:
     """Return the docstring of a struct; empty for the one that msgspec makes."""
     text = (struct.__dict__.get("__doc__") or "").strip()
     return " ".join(text.split("\n\n")[0].split())
-
-
-def _structs() -> dict[str, type]:
-    """Return the structs of all sections by name."""
-    found: dict[str, type] = {}
-
-    def walk(section: inspect.StructType) -> None:
-        found[section.cls.__name__] = section.cls
-        for field in section.fields:
-            for kind in _kinds(field.type):
-                inner, _ = _item(kind)
-                if isinstance(inner, inspect.StructType):
-                    walk(inner)
-
-    walk(_root())
-    return found
 
 
 def _root() -> inspect.StructType:

@@ -5,7 +5,6 @@ The launcher and the config are those of the last start; options that follow are
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from areal_rloo.files import read_regular
 from areal_rloo.launcher import run
 from areal_rloo.launcher.run import LAUNCHERS, launcher_of
 from areal_rloo.launcher.run_folder import newest_submitted
+from areal_rloo.program import Parser
 from areal_rloo.telemetry.code_state import STARTS_NAME
 
 _LATEST = "runs/latest"
@@ -72,12 +72,11 @@ def _recorded(folder: Path) -> str:
     return launcher
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="areal-rloo resume",
         description="Start a run again from the newest checkpoint, with the launcher and the config of the last start.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run_folder", nargs="?", metavar="RUN_FOLDER", help=f"default: {_LATEST}")
     parser.add_argument("--launcher", choices=sorted(LAUNCHERS), help="another launcher than the last")

@@ -18,14 +18,17 @@ from areal_rloo.migrate.rules import (
     Rule,
     UnreadableError,
     absent,
+    adapters,
     by_hand,
     choice,
     each,
+    epochs,
     made,
     number,
     slug,
     source,
     to,
+    weight_decay,
     whole,
 )
 
@@ -63,10 +66,6 @@ def _learner_backend(value: Any, given: Given) -> Options:
     return {"learner.num_ranks": math.prod(_degrees(value)[1].values())}
 
 
-def _epochs(value: Any, given: Given) -> Options:
-    return {"data.num_epochs": whole(value), "learner.num_train_steps": "auto"}
-
-
 def defaults(given: Given) -> Options:
     """Return the defaults of AReaL where ours differ."""
     options: Options = {
@@ -85,11 +84,7 @@ def defaults(given: Given) -> Options:
         options |= _decoupled(False, given)
     if "actor.kl_ctl" not in given and any(name.startswith("ref.") for name in given):
         options |= _kl(0.1, given)
-    return options | _weight_decay(0.01, given) | {"learner.optimizer.betas": [0.9, 0.999]}
-
-
-def _weight_decay(value: Any, given: Given) -> Options:
-    return {"learner.optimizer.weight_decay": number(value), "learner.optimizer.decay_all": value > 0}
+    return options | weight_decay(0.01, given) | {"learner.optimizer.betas": [0.9, 0.999]}
 
 
 def _warmup(value: Any, given: Given) -> Options:
@@ -149,10 +144,8 @@ def _eval(value: Any, given: Given) -> Options:
 def _lora(value: Any, given: Given) -> Options:
     if not value:
         return {}
-    targets = given.get("actor.target_modules")
-    named = {} if targets in (None, "all-linear", ["all-linear"]) else {"targets": targets}
     rank, alpha = given.get("actor.lora_rank", 32), given.get("actor.lora_alpha", 16)
-    return {"learner.lora": {"rank": rank, "alpha": alpha, **named}}
+    return adapters(rank, alpha, given.get("actor.target_modules"))
 
 
 def _copied(value: Any, given: Given) -> Options:
@@ -191,7 +184,7 @@ RULES: Mapping[str, Rule] = {
     "*.experiment_name": absent("as experiment_name"),
     "*.trial_name": absent("as trial_name"),
     "seed": to("run.seed"),
-    "total_train_epochs": made(_epochs),
+    "total_train_epochs": made(epochs),
     "total_train_steps": to("learner.num_train_steps"),
     "allocation_mode": made(_allocation),
     "cluster.n_nodes": to("launcher.num_hosts"),
@@ -208,7 +201,7 @@ RULES: Mapping[str, Rule] = {
     "actor.mb_spec.max_tokens_per_mb": to("learner.microbatch_tokens"),
     "actor.optimizer.type": choice({"adam": {}, "adamw": {}}, "AdamW"),
     "actor.optimizer.lr": to("learner.optimizer.learning_rate"),
-    "actor.optimizer.weight_decay": made(_weight_decay, "of all parameters, as in AReaL"),
+    "actor.optimizer.weight_decay": made(weight_decay, "of all parameters, as in AReaL"),
     "actor.optimizer.beta1": made(
         lambda value, given: {"learner.optimizer.betas": [value, given.get("actor.optimizer.beta2", 0.999)]}
     ),

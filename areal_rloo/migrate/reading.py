@@ -113,7 +113,7 @@ def _of_yaml(tree: Any) -> Settings:
     settings: Settings = {}
     for name, value in _leaves(tree, ""):
         settings[name] = value
-        if len(settings) > _MOST_SETTINGS:  # aliases of aliases
+        if len(settings) > _MOST_SETTINGS:
             raise ValueError(f"more than {_MOST_SETTINGS:,} settings")
 
     def resolved(value: Any, depth: int = 0) -> Any:

@@ -118,6 +118,23 @@ def source(name: Any) -> Options:
     return {"task": "rows", "hub": text}
 
 
+def epochs(value: Any, given: Given) -> Options:
+    """Train for epochs; the launcher counts their steps."""
+    return {"data.num_epochs": whole(value), "learner.num_train_steps": "auto"}
+
+
+def weight_decay(value: Any, given: Given) -> Options:
+    """Decay all parameters, as these systems do."""
+    return {"learner.optimizer.weight_decay": number(value), "learner.optimizer.decay_all": value > 0}
+
+
+def adapters(rank: Any, alpha: Any, targets: Any) -> Options:
+    """Train adapters; `targets`: names of layers, in a list or alone, or None or all-linear for all."""
+    of_all = targets in (None, "all-linear", ["all-linear"])
+    named = {} if of_all else {"targets": targets if isinstance(targets, list) else [targets]}
+    return {"learner.lora": {"rank": whole(rank), "alpha": whole(alpha), **named}}
+
+
 TELEMETRY = absent("metrics, logs and reports of a run are always written; trackers are telemetry.trackers")
 SPEED = absent("speed or memory of that system; ours are in docs/learner.md")
 DEFAULT = absent("always so here")

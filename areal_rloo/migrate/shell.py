@@ -24,10 +24,10 @@ _ARITHMETIC = re.compile(r"\$\(\(([^()$]*(?:\([^()$]*\)[^()$]*)*)\)\)")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _HYDRA = re.compile(r"[+~]{0,2}(\w+(?:\.\w+)+)=(.*)", re.DOTALL)
 _OPTION = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
-_ENDS = re.compile(r"\|(?!\|)|&(?!&)|\d*[<>]|<<")
+_ENDS = re.compile(r"\|(?!\|)|&(?!&)|\d*[<>]")
 _OPENS, _CLOSES = ("if", "case", "for", "while", "until"), ("fi", "esac", "done")
 _TESTS = ("[", "[[", "test")
-_SILENT = ("echo", "printf", "set", "#")  # commands whose words are no settings
+_SILENT = ("echo", "printf", "set")  # commands whose words are no settings
 _MOST_DEPTH = 10  # of variables in variables
 _MOST_CHARACTERS = 10_000  # of a word with all variables filled in
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
@@ -129,7 +129,7 @@ def _lines(text: str) -> Iterator[list[str]]:
             if line:
                 yield line
             line = []
-        elif word not in ("export", "then", "else", "do", "(", ")", ")\n"):
+        elif word not in ("export", "then", "else", "do", "(", ")"):
             line.append(word)
     if line:
         yield line

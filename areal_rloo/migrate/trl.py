@@ -21,6 +21,7 @@ from areal_rloo.migrate.rules import (
     Rule,
     UnreadableError,
     absent,
+    adapters,
     by_hand,
     choice,
     each,
@@ -29,6 +30,7 @@ from areal_rloo.migrate.rules import (
     slug,
     source,
     to,
+    weight_decay,
     whole,
 )
 from areal_rloo.migrate.trl_steps import PROCESSES, batch, epochs, in_batches, max_steps, warmup
@@ -140,8 +142,7 @@ def _lora(value: Any, given: Given) -> Options:
     alpha = next((given[name] for name in ("peft_config.lora_alpha", "lora_alpha") if name in given), alpha)
     names = ("peft_config.target_modules", "lora_target_modules", "target_modules")
     targets = next((given[name] for name in names if name in given), None)
-    named = {} if targets in (None, "all-linear") else {"targets": targets if isinstance(targets, list) else [targets]}
-    return {"learner.lora": {"rank": whole(rank), "alpha": whole(alpha), **named}}
+    return adapters(rank, alpha, targets)
 
 
 def _cispo(given: Given) -> Options:
@@ -318,9 +319,7 @@ RULES: Mapping[str, Rule] = {
     "ref_model": to("model.reference.path"),
     "ref_model_*": absent("with sync_ref_model"),
     "learning_rate": to("learner.optimizer.learning_rate"),
-    "weight_decay": made(
-        lambda value, given: {"learner.optimizer.weight_decay": value, "learner.optimizer.decay_all": value > 0}
-    ),
+    "weight_decay": made(weight_decay),
     "adam_beta1": made(lambda value, given: {"learner.optimizer.betas": [value, given.get("adam_beta2", 0.999)]}),
     "adam_beta2": made(lambda value, given: {"learner.optimizer.betas": [given.get("adam_beta1", 0.9), value]}),
     "adam_epsilon": to("learner.optimizer.eps"),

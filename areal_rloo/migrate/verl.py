@@ -16,14 +16,17 @@ from areal_rloo.migrate.rules import (
     Rule,
     UnreadableError,
     absent,
+    adapters,
     by_hand,
     choice,
     each,
+    epochs,
     made,
     number,
     slug,
     source,
     to,
+    weight_decay,
     whole,
 )
 
@@ -82,17 +85,15 @@ def defaults(given: Given) -> Options:
         "rollout.sampling.max_new_tokens": 512,
     }
     options |= _minibatches(given.get(f"{_TRAIN}.ppo_mini_batch_size", 256), given, checked=False)
-    return options | _rate(1e-6, given) | _epochs(30, given)
+    return options | _rate(1e-6, given) | epochs(30, given)
 
 
 def _rate(value: Any, given: Given) -> Options:
-    decay = number(given.get(f"{_TRAIN}.optim.weight_decay", 0.01))
-    return {
+    rate: Options = {
         "learner.optimizer.learning_rate": number(value),
         "learner.optimizer.betas": list(given.get(f"{_TRAIN}.optim.betas", [0.9, 0.999])),
-        "learner.optimizer.weight_decay": decay,
-        "learner.optimizer.decay_all": decay > 0,
     }
+    return rate | weight_decay(given.get(f"{_TRAIN}.optim.weight_decay", 0.01), given)
 
 
 def _kl_in_reward(value: Any, given: Given) -> Options:
@@ -142,9 +143,7 @@ def _lora(value: Any, given: Given) -> Options:
         return {}
     model = "actor_rollout_ref.model"
     alpha = given.get(f"{model}.lora_alpha", given.get(f"{model}.lora.alpha", 16))
-    targets = given.get(f"{model}.target_modules", "all-linear")
-    named = {} if targets == "all-linear" else {"targets": targets if isinstance(targets, list) else [targets]}
-    return {"learner.lora": {"rank": whole(value), "alpha": whole(alpha), **named}}
+    return adapters(value, alpha, given.get(f"{model}.target_modules"))
 
 
 def _limit(key: str, value: Any, given: Given) -> Options:
@@ -180,10 +179,6 @@ def _estimator(value: Any) -> str:
 
 def _preset(name: str, **more: Any) -> Options:
     return {"algorithm.preset": name, "algorithm.kl.coefficient": 0.0} | more
-
-
-def _epochs(value: Any, given: Given) -> Options:
-    return {"data.num_epochs": whole(value), "learner.num_train_steps": "auto"}
 
 
 def _trackers(value: Any) -> list[str]:
@@ -353,7 +348,7 @@ RULES: Mapping[str, Rule] = {
     "trainer.nnodes": to("launcher.num_hosts"),
     "trainer.save_freq": to("checkpoint.every_n_steps", _every),
     "trainer.test_freq": to("evaluation.every_n_versions", _every),
-    "trainer.total_epochs": made(_epochs),
+    "trainer.total_epochs": made(epochs),
     "trainer.total_training_steps": to("learner.num_train_steps"),
     "trainer.val_before_train": absent("a run begins with an evaluation, unless data.eval is null"),
     "trainer.balance_batch": DEFAULT,

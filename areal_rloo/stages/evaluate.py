@@ -22,12 +22,9 @@ from areal_rloo.intake.evaluation import Evaluation
 from areal_rloo.intake.prompts import Tokenizer
 from areal_rloo.launcher.start import check
 from areal_rloo.learner.recording import RecordMaker
-from areal_rloo.models.files import load_tokenizer, model_folder
 from areal_rloo.program import Parser
-from areal_rloo.stages.samples import Wanted, alone, make_samples, record_of
+from areal_rloo.stages.samples import Wanted, alone, load_model, make_samples, record_of
 from areal_rloo.stages.source import parse
-from areal_rloo.tasks.chat import ChatFormat
-from areal_rloo.tasks.tools import tool_schemas
 from areal_rloo.telemetry.logs import setup_logs
 from areal_rloo.telemetry.metrics import MetricsFile
 from areal_rloo.telemetry.records import EvalRecord
@@ -76,10 +73,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 async def _evaluate(config: Config, folder: Path, version: int) -> None:
-    model = model_folder(config.model.path)
-    tokenizer = load_tokenizer(str(model))
-    tokenize = Tokenizer(ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode)), config.data)
-    records = RecordMaker(tokenizer)
+    model = load_model(config)
+    tokenize = Tokenizer(model.chat, config.data)
+    records = RecordMaker(model.tokenizer)
     with contextlib.closing(MetricsFile(folder / "metrics.jsonl")) as metrics:
 
         def on_record(record: EvalRecord) -> None:

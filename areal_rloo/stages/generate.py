@@ -20,13 +20,10 @@ from areal_rloo.errors import ConfigError, PreflightError, install
 from areal_rloo.intake.prompts import PromptStream, Tokenizer
 from areal_rloo.launcher.start import check
 from areal_rloo.learner.recording import RecordMaker
-from areal_rloo.models.files import load_tokenizer, model_folder
 from areal_rloo.program import Parser
-from areal_rloo.stages.samples import Made, Wanted, alone, make_samples, record_of
+from areal_rloo.stages.samples import Made, Wanted, alone, load_model, make_samples, record_of
 from areal_rloo.stages.source import parse
 from areal_rloo.tasks import load_train
-from areal_rloo.tasks.chat import ChatFormat
-from areal_rloo.tasks.tools import tool_schemas
 from areal_rloo.telemetry.logs import setup_logs
 from areal_rloo.telemetry.record_file import RecordFile
 from areal_rloo.waiting import run_beside_user_code
@@ -92,11 +89,10 @@ def main(arguments: Sequence[str]) -> int:
 async def _generate(
     config: Config, version: int, num_prompts: int | None, rows: _Lines | _Parquet, folder: Path
 ) -> int:
-    model = model_folder(config.model.path)
-    tokenizer = load_tokenizer(str(model))
-    tokenize = Tokenizer(ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode)), config.data)
+    model = load_model(config)
+    tokenize = Tokenizer(model.chat, config.data)
     sources = load_train(config.data, seed=config.run.seed, most_item_bytes=config.wire.most_item_bytes)
-    records, num = RecordMaker(tokenizer), 0
+    records, num = RecordMaker(model.tokenizer), 0
     stream = PromptStream(sources, tokenize, seed=config.run.seed, num_epochs=1)
     wanted = itertools.chain.from_iterable(_groups(config, stream, num_prompts))
     making = make_samples(config, model, folder, wanted, policy_version=version)

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from areal_rloo.config import Config
 from areal_rloo.errors import (
@@ -29,7 +30,7 @@ from areal_rloo.errors import (
 from areal_rloo.intake.prompts import Prompt
 from areal_rloo.launcher.hosts import ClaimedGpus, real_host
 from areal_rloo.learner.recording import RecordMaker
-from areal_rloo.models.files import load_tokenizer, stop_token_ids
+from areal_rloo.models.files import load_tokenizer, model_folder, stop_token_ids
 from areal_rloo.rewards import make_scoring
 from areal_rloo.rollout.deadline import Deadlines, checked_trajectories, run_episode
 from areal_rloo.rollout.engines import running_engine
@@ -70,6 +71,26 @@ def record_of(made: Made, records: RecordMaker, policy_version: int) -> Iterator
     return records.of_sample(made.wanted.sample_id, made.trajectories, made.wanted.prompt, policy_version, **lost)
 
 
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The folder of a model, the tokenizer, and the form of prompts."""
+
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    chat: ChatFormat
+
+
+def load_model(config: Config) -> Model:
+    """Find the model of a config, and load the tokenizer.
+
+    Raises:
+        ModelError: the files cannot be had or read.
+    """
+    folder = model_folder(config.model.path)
+    tokenizer = load_tokenizer(str(folder))
+    return Model(folder, tokenizer, ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode)))
+
+
 def alone(config: Config) -> Config:
     """Return a config for one engine without a learner.
 
@@ -87,13 +108,13 @@ def alone(config: Config) -> Config:
 
 
 async def make_samples(
-    config: Config, model: Path, folder: Path, wanted: Iterable[Wanted], *, policy_version: int
+    config: Config, model: Model, folder: Path, wanted: Iterable[Wanted], *, policy_version: int
 ) -> AsyncGenerator[Made]:
     """Make samples and give each as soon as the episode has ended.
 
     Args:
         config: as `alone` returns it.
-        model: folder of the weights.
+        model: as `load_model` returns it.
         folder: for the log of a server.
         wanted: the samples, taken as the engine gets room for them.
         policy_version: of the weights, as the tokens tell it.
@@ -104,10 +125,9 @@ async def make_samples(
     """
     device, num_threads = _place(config)
     torch.set_num_threads(num_threads)
-    tokenizer = load_tokenizer(str(model))
     async with running_engine(
         config,
-        model,
+        model.folder,
         worker_id="rollout-0",
         device=device,
         num_threads=num_threads,
@@ -122,8 +142,8 @@ async def make_samples(
                 submitter=Submitter(running.engine, context_tokens=config.context_tokens),
                 episode=episode,
                 rewards=rewards,
-                chat=ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode)),
-                stop_token_ids=stop_token_ids(str(model), tokenizer),
+                chat=model.chat,
+                stop_token_ids=stop_token_ids(str(model.folder), model.tokenizer),
                 policy_version=policy_version,
             )
             async with serving(episode):
