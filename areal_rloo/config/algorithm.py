@@ -89,6 +89,11 @@ class LossConfig(Section, frozen=True):
     entropy_coefficient: Finite = 0.0  # weight of the entropy bonus
 
     @property
+    def recomputes(self) -> bool:
+        """True if later minibatches need the logprobs of the policy at the start of the step."""
+        return self.decoupled and self.proximal == "recompute"
+
+    @property
     def of_tokens(self) -> bool:
         """True if the loss of a token depends on no other token's logprobs."""
         weight = self.behaviour_weight

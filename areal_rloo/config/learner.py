@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from areal_rloo.config.algorithm import LossConfig
 from areal_rloo.config.section import (
     AutoInt,
     AutoSteps,
@@ -63,7 +64,11 @@ class LearnerConfig(Section, frozen=True):
     num_threads: CountOrNone = 0  # CPU threads of a rank; 0: an equal share of the cores
     num_train_steps: AutoSteps = 100  # length of the run; auto: the steps of data.num_epochs
     groups_per_step: ManyCount = 32  # prompts of a train step, each with algorithm.group_size completions
-    num_minibatches: PositiveInt = 1  # optimizer steps in a train step
+    num_minibatches: PositiveInt = 1  # parts of a batch, with an optimizer step each
+    num_epochs_per_batch: PositiveInt = 1  # passes over a batch, all in the same order of minibatches
+    # End the train step before a minibatch on which the policy is further from the proximal policy, or from the
+    # behaviour policy if loss.decoupled is false: k3 in nats a token. null: never.
+    target_kl: PositiveFloat | None = None
     # Of a forward and backward pass on a rank; auto: the fastest that fits by the estimate.
     microbatch_tokens: AutoTokens = 8192
     # Keep only the input of each layer, and compute the layer twice; auto: if the memory needs it.
@@ -77,13 +82,28 @@ class LearnerConfig(Section, frozen=True):
     peak_flops: PositiveFloat | None = None  # of a rank's device, for the MFU; null: from the data sheet, if known
     optimizer: OptimizerConfig = OptimizerConfig()
 
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a train step, unless `target_kl` ends the train step."""
+        return self.num_minibatches * self.num_epochs_per_batch
 
-def learner_mistakes(learner: LearnerConfig) -> Iterator[str]:
+
+def learner_mistakes(learner: LearnerConfig, loss: LossConfig) -> Iterator[str]:
     """Check dependent options; give the text of each error."""
     if learner.num_minibatches > learner.groups_per_step:
         yield (
             f"learner.num_minibatches: expected at most learner.groups_per_step={learner.groups_per_step}, "
             f"got {learner.num_minibatches}"
+        )
+    if learner.target_kl is not None and learner.updates_per_step == 1:
+        yield (
+            f"learner.target_kl: expected null with a single optimizer step for a batch, got {learner.target_kl}; set "
+            "learner.num_epochs_per_batch or learner.num_minibatches above 1"
+        )
+    if learner.target_kl is not None and loss.decoupled and not loss.recomputes:
+        yield (
+            f"learner.target_kl: expected null with algorithm.loss.proximal={loss.proximal}, got {learner.target_kl}; "
+            "the divergence needs the logprobs of the proximal policy; set algorithm.loss.proximal=recompute"
         )
     if learner.num_ranks % learner.num_replicas:
         yield (

@@ -28,6 +28,7 @@ OURS: Mapping[str, str] = {
         ("max_tokens_per_mb", "ppo_max_token_len_per_gpu", "per_device_train_batch_size", "micro_batch_size"),
         "learner.microbatch_tokens",
     ),
+    **dict.fromkeys(("num_ppo_epochs", "ppo_epochs", "num_iterations"), "learner.num_epochs_per_batch"),
     **dict.fromkeys(("total_train_steps", "total_training_steps", "max_steps"), "learner.num_train_steps"),
     **dict.fromkeys(("total_train_epochs", "total_epochs", "num_train_epochs"), "data.num_epochs"),
     **dict.fromkeys(("max_completion_length", "max_response_length"), "rollout.sampling.max_new_tokens"),
@@ -42,7 +43,6 @@ OURS: Mapping[str, str] = {
     **dict.fromkeys(("nnodes", "n_nodes"), "launcher.num_hosts"),
 }
 ABSENT: Mapping[str, str] = {
-    **dict.fromkeys(("num_ppo_epochs", "ppo_epochs", "num_iterations"), "a batch is trained on once"),
     **dict.fromkeys(("gae_lambda", "lam", "vf_coef", "critic_warmup"), "there is no critic"),
     **dict.fromkeys(
         ("gconfig", "actor_rollout_ref", "trainer", "train_dataset", "cluster", "allocation_mode", "experiment_name"),

@@ -276,7 +276,7 @@ def _mistakes(config: Config) -> Iterator[str]:
     yield from host_mistakes("telemetry.metrics_host", config.telemetry.metrics_host)
     yield from algorithm_mistakes(config.algorithm, max_new_tokens=config.rollout.sampling.max_new_tokens)
     yield from data_mistakes(config.data)
-    yield from learner_mistakes(config.learner)
+    yield from learner_mistakes(config.learner, config.algorithm.loss)
     yield from launcher_mistakes(config.launcher)
     yield from rollout_mistakes(config.rollout, config.context_tokens, config.wire.host, config.weights.transport)
     if config.algorithm.kl.coefficient > 0 and config.model.reference is None:

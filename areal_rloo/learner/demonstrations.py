@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from areal_rloo.config import SourceConfig, WarmStartConfig
-from areal_rloo.learner.packing import Microbatch, Row, plan_rows
+from areal_rloo.learner.packing import Microbatch, Row
+from areal_rloo.learner.parallel.rows import plan_rows
 from areal_rloo.models.loading import PACKED_ATTENTION
 from areal_rloo.models.policy import last_hidden
 from areal_rloo.models.tiny import make_tiny_tokenizer

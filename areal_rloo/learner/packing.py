@@ -1,14 +1,11 @@
 """Pack trajectories into microbatches (rows of tokens without padding), and compute the loss of a row.
 
 Takes the trajectories of a minibatch; returns the same number of rows for every rank, each within a token budget.
-First-fit decreasing defines the number of rows. Then each trajectory, longest first, goes into the row with the fewest
-tokens, so ranks finish at about the same time. Packing does not change the gradient: token weights come from the whole
-minibatch.
+Packing does not change the gradient: token weights come from the whole minibatch.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +22,7 @@ from areal_rloo.algorithm.behaviour_weight import interpolated_proximal
 from areal_rloo.algorithm.kl import KLTerm
 from areal_rloo.algorithm.loss import LossOutput, policy_loss
 from areal_rloo.config import AlgorithmConfig
+from areal_rloo.learner.parallel.rows import plan_rows
 from areal_rloo.models.attention import PackedLayout
 from areal_rloo.models.policy import TokenLogprobs
 from areal_rloo.trajectory import Trajectory
@@ -143,45 +141,6 @@ def pack(
     indices = plan_rows([trajectory.num_tokens - 1 for trajectory in trajectories], max_tokens, num_ranks=num_ranks)
     microbatches = [[_microbatch(trajectories, row, columns or {}) for row in rows] for rows in indices]
     return PackedBatch(trajectories, microbatches, indices)
-
-
-def plan_rows(lengths: Sequence[int], max_tokens: int, *, num_ranks: int = 1) -> list[list[list[int]]]:
-    """Return by rank the indices in each row: the same number of rows for every rank, none over `max_tokens`.
-
-    Row n holds a similar number of tokens on every rank.
-    """
-    assert max(lengths, default=0) <= max_tokens, f"a sequence of {max(lengths)} tokens does not fit {max_tokens}"
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    rows = _first_fit(order, lengths, max_tokens)
-    num_rows = -(-len(rows) // num_ranks) * num_ranks
-    rows = _evened(order, lengths, max_tokens, num_rows) or [*rows, *([] for _ in range(num_rows - len(rows)))]
-    rows.sort(key=lambda row: sum(lengths[i] for i in row), reverse=True)
-    return [rows[rank::num_ranks] for rank in range(num_ranks)]
-
-
-def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    rows: list[list[int]] = []
-    left = np.full(len(order), max_tokens)
-    for index in order:
-        place = int(np.argmax(left[: len(rows) + 1] >= lengths[index]))
-        if place == len(rows):
-            rows.append([])
-        rows[place].append(index)
-        left[place] -= lengths[index]
-    return rows
-
-
-def _evened(order: Sequence[int], lengths: Sequence[int], max_tokens: int, num_rows: int) -> list[list[int]] | None:
-    """Put each sequence, longest first, into the emptiest row; None if a row exceeds the budget."""
-    rows: list[list[int]] = [[] for _ in range(num_rows)]
-    emptiest = [(0, place) for place in range(num_rows)]  # a heap: tokens and row
-    for index in order:
-        used, place = emptiest[0]
-        if used + lengths[index] > max_tokens:
-            return None
-        heapq.heapreplace(emptiest, (used + lengths[index], place))
-        rows[place].append(index)
-    return rows
 
 
 def _microbatch(

@@ -39,7 +39,7 @@ Times = dict[str, float]
 
 
 class Trained(msgspec.Struct, frozen=True, tag="trained"):
-    """Results of a rank on a share of each minibatch; the lists are by minibatch."""
+    """Results of a rank on a share of each minibatch; the lists are by minibatch, those of all passes."""
 
     stepped: list[bool]  # True if everything was finite on all ranks
     gradient_norms: list[float]  # over all ranks, before clipping
@@ -72,7 +72,7 @@ class LearnerRank:
         self._rounds = config.learner.lora is not None and config.rollout.server is not None
         self.peak_flops = peak_flops(device, configured=learner.peak_flops, dtype=config.model.dtype)
         self.optimizer, self.schedule = make_optimizer(
-            policy, learner.optimizer, num_optimizer_steps=learner.num_train_steps * learner.num_minibatches
+            policy, learner.optimizer, num_optimizer_steps=learner.num_train_steps * learner.updates_per_step
         )
         self._config, self._device, self._sharding = config, device, sharding
         self._home = torch.device("cpu") if learner.offload == "parameters" else device  # of parameters between layers
@@ -88,15 +88,20 @@ class LearnerRank:
             return [self._logprobs(microbatch, reference).cpu() for microbatch in microbatches]
 
     def train(self, minibatches: Sequence[Sequence[Microbatch]], kl_coefficient: float) -> Trained:
-        """Take an optimizer step for each minibatch; `RowLoss` documents the columns of the rows."""
+        """Take an optimizer step for each minibatch, in `num_epochs_per_batch` passes, or until `target_kl` ends them.
+
+        `RowLoss` documents the columns of the rows.
+        """
         trained = Trained([], [], [], [], {"proximal": 0.0, "forward": 0.0, "backward": 0.0, "optimizer": 0.0})
         with self._memory_explained():
             make_states(self.optimizer, self._resting)
             with self._timed(trained.times, "proximal"):
                 proximal = self._proximal(minibatches)
-            for minibatch, anchors in zip(minibatches, proximal, strict=True):
-                progress = sum(trained.stepped) / len(minibatches)
-                self._optimize(minibatch, anchors, progress, kl_coefficient, trained)
+            num_passes = self._config.learner.num_epochs_per_batch
+            for minibatch, anchors in list(zip(minibatches, proximal, strict=True)) * num_passes:
+                progress = sum(trained.stepped) / (len(minibatches) * num_passes)
+                if not self._optimize(minibatch, anchors, progress, kl_coefficient, trained):
+                    break
             if self._rounds:
                 trained.times["rounding"] = 0.0
                 with self._timed(trained.times, "rounding"):
@@ -153,10 +158,10 @@ class LearnerRank:
     def _proximal(self, minibatches: Sequence[Sequence[Microbatch]]) -> list[list[Tensor | None]]:
         """Compute proximal logprobs by minibatch and row; None if they are derived from the current logprobs.
 
-        The first minibatch starts from the proximal weights, so the current logprobs are the proximal logprobs.
+        The first minibatch starts from the proximal weights, so the current logprobs are the proximal logprobs;
+        `_optimize` keeps them for the next pass.
         """
-        loss = self._config.algorithm.loss
-        recompute = loss.proximal == "recompute" and loss.decoupled
+        recompute = self._config.algorithm.loss.recomputes
         with torch.no_grad():
             return [
                 [self._logprobs(row, self.policy) if recompute and index > 0 else None for row in minibatch]
@@ -170,32 +175,45 @@ class LearnerRank:
     def _optimize(
         self,
         minibatch: Sequence[Microbatch],
-        anchors: Sequence[Tensor | None],
+        anchors: list[Tensor | None],
         progress: float,
         kl_coefficient: float,
         trained: Trained,
-    ) -> None:
-        """Add up the gradients of all rows, then take an optimizer step if loss and gradient are finite."""
+    ) -> bool:
+        """Add up the gradients of all rows, then take an optimizer step if loss and gradient are finite.
+
+        Returns False, without a step, if the policy is past `target_kl`.
+        """
         self.optimizer.zero_grad(set_to_none=True)
+        keeps = self._config.algorithm.loss.recomputes and self._config.learner.num_epochs_per_batch > 1
         outputs = []
-        for microbatch, anchor in zip(minibatch, anchors, strict=True):
+        for index, (microbatch, anchor) in enumerate(zip(minibatch, anchors, strict=True)):
             with self._timed(trained.times, "forward"):
                 row = Row.of(microbatch, self._device)
                 output = self._loss(RowLoss(row, anchor, progress, kl_coefficient, self._config.algorithm))
             with self._timed(trained.times, "backward"):
                 output.loss.backward()
             outputs.append(output._replace(loss=output.loss.detach()))
+            if anchor is None and keeps:
+                in_loss, logprobs = row.columns["weights"] != 0, output.tokens.current_logprobs
+                anchors[index] = logprobs.new_zeros(len(in_loss)).masked_scatter(in_loss, logprobs)
+        sums = measure(TokenOutcomes.joined([output.tokens for output in outputs]))
         with self._timed(trained.times, "optimizer"):
             norm = clip_to_norm(self.policy.parameters(), self._config.learner.optimizer.max_grad_norm)
             loss = float(torch.stack([output.loss for output in outputs]).double().sum())
-            finite = math.isfinite(norm) and math.isfinite(float(self.ranks.total(torch.tensor(loss))))
+            moved = sums.of_tokens["proximal_k3" if self._config.algorithm.loss.decoupled else "behaviour_k3"]
+            total, divergence, num = self.ranks.total(torch.tensor([loss, moved.total, moved.num])).tolist()
+            if trained.stepped and divergence > num * (self._config.learner.target_kl or math.inf):
+                return False
+            finite = math.isfinite(norm) and math.isfinite(total)
             if finite:
                 step_with_states_from(self.optimizer, self._resting, self._home)
                 self.schedule.step()
         trained.stepped.append(finite)
         trained.gradient_norms.append(norm)
         trained.losses.append(loss)
-        trained.sums.append(measure(TokenOutcomes.joined([output.tokens for output in outputs])))
+        trained.sums.append(sums)
+        return True
 
     def _loss(self, loss: RowLoss) -> LossOutput:
         """Compute the loss in the forward pass, chunk by chunk if the loss is a sum over tokens."""

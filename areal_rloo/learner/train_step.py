@@ -1,7 +1,7 @@
 """One train step: takes a batch of groups, changes the weights of the model, gives the numbers of the step.
 
     masks ─► reference logprobs ─► advantages ─► minibatches, in rows for every rank ─► trained
-                                    trained: proximal logprobs ─► for each minibatch: forward, backward, clip, AdamW
+           trained: proximal logprobs ─► for each pass, for each minibatch: forward, backward, clip, AdamW
 
 Every arrow is a stage that returns a result; `StepResult` holds the results. Runs on the training thread of rank 0,
 which sees the whole batch. The ranks compute everything that needs the policy (`LearnerRank`). A minibatch without a
@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -119,7 +120,8 @@ class TrainStep:
             )
         numbers = {**settings, **masks.numbers(), **reference.numbers, **advantages.numbers, **updates.numbers}
         times = {"times_s": reference.times | updates.times}
-        kept = [trajectory for minibatch in minibatches for trajectory in minibatch.trajectories]
+        trained = islice(cycle(minibatches), updates.num_optimizer_steps + updates.num_skipped)
+        kept = [trajectory for minibatch in trained for trajectory in minibatch.trajectories]
         possible, all_s = self.team.num_ranks * self.team.own.peak_flops, time.perf_counter() - started_s
         measured = times | speed(self.team.own.policy, kept, all_s, peak_flops=possible, config=self._config)
         return StepResult(masks, reference, advantages, updates, numbers, measured)
@@ -193,10 +195,14 @@ class TrainStep:
         started_s = time.perf_counter()
         trained = self.team.train([minibatch.microbatches for minibatch in minibatches], self.kl_coefficient)
         all_s = time.perf_counter() - started_s
-        first = trained[0]
+        first, possible = trained[0], len(minibatches) * self._config.learner.num_epochs_per_batch
+        if len(first.stepped) < possible:
+            logger.info(
+                "learner.target_kl ended the train step after %d of %d minibatches", len(first.stepped), possible
+            )
         times = {part: max(answer.times[part] for answer in trained) for part in first.times}
         numbers = {
-            "loss": sum(sum(answer.losses) for answer in trained) / len(minibatches),
+            "loss": sum(sum(answer.losses) for answer in trained) / len(first.stepped),
             "gradient_norm": float(np.max(first.gradient_norms)),  # unlike max, NaN stays
             **diagnose(list(zip(*(answer.sums for answer in trained), strict=True))),
             "lora_lost_share": lost_share(rounding for answer in trained for rounding in answer.roundings),

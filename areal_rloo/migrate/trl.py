@@ -269,7 +269,7 @@ RULES: Mapping[str, Rule] = {
     "num_generations": _WITH_BATCH,
     "num_generations_eval": by_hand("data.eval.num_samples"),
     "per_device_eval_batch_size": absent("rollout.num_slots"),
-    "num_iterations": choice({1: {}}, "one pass over a batch", decides=True),
+    "num_iterations": to("learner.num_epochs_per_batch", whole),
     "max_completion_length": to("rollout.sampling.max_new_tokens"),
     "max_length": by_hand("data.max_prompt_tokens limits the prompt alone"),
     "max_prompt_length": to("data.max_prompt_tokens"),

@@ -40,14 +40,14 @@ def group_size(given: Given) -> int:
     return 2 if given.get("trainer") == "RLOOTrainer" else 8
 
 
-def num_minibatches(given: Given) -> int:
+def updates_per_batch(given: Given) -> int:
     made = batch(given.get("per_device_train_batch_size", 8), given)
-    return int(made["learner.num_minibatches"])
+    return int(made["learner.num_minibatches"]) * whole(given.get("num_iterations", 1))
 
 
 def in_batches(key: str, value: Any, given: Given) -> Options:
     """Convert optimizer steps, which TRL counts, to train steps."""
-    return {key: -(-whole(value) // num_minibatches(given))}
+    return {key: -(-whole(value) // updates_per_batch(given))}
 
 
 def max_steps(value: Any, given: Given) -> Options:

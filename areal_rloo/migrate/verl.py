@@ -121,9 +121,9 @@ def _kl_loss(value: Any, given: Given) -> Options:
 
 
 def _warmup(value: Any, given: Given) -> Options:
-    """verl's schedule steps once a batch, and ours with every minibatch."""
-    steps = max(0, int(number(value)))
-    return {"learner.optimizer.warmup_steps": steps * _num_minibatches(given)}
+    """verl's schedule steps once a batch, and ours with every minibatch of every pass."""
+    steps, passes = max(0, int(number(value))), whole(given.get(f"{_TRAIN}.ppo_epochs", 1))
+    return {"learner.optimizer.warmup_steps": steps * _num_minibatches(given) * passes}
 
 
 def _share(value: Any, given: Given) -> Options:
@@ -272,7 +272,7 @@ RULES: Mapping[str, Rule] = {
     f"{_TRAIN}.optim.min_lr_ratio": to("learner.optimizer.final_share"),
     **each(f"{_TRAIN}.grad_clip {_TRAIN}.optim.clip_grad", to("learner.optimizer.max_grad_norm")),
     f"{_TRAIN}.ppo_mini_batch_size": made(_minibatches),
-    f"{_TRAIN}.ppo_epochs": choice({1: {}}, "one pass over a batch", decides=True),
+    f"{_TRAIN}.ppo_epochs": to("learner.num_epochs_per_batch", whole),
     f"{_TRAIN}.ppo_micro_batch_size_per_gpu": by_hand("in samples; learner.microbatch_tokens is in tokens, or auto"),
     f"{_TRAIN}.ppo_max_token_len_per_gpu": to("learner.microbatch_tokens"),
     f"{_TRAIN}.use_dynamic_bsz": DEFAULT,

@@ -160,6 +160,7 @@ BY_HAND = [
     ("rollout.num_threads=4096", "rollout.num_threads: expected at most"),
     ("learner.num_threads=4096", "learner.num_threads: expected at most"),
     ("learner.num_replicas=3", "learner.num_replicas: expected a divisor of learner.num_ranks=1"),
+    ("learner={num_minibatches: 1, target_kl: 0.1}", "learner.target_kl: expected null with a single optimizer step"),
     (
         "launcher.memory_per_gpu=24",
         "launcher.memory_per_gpu: expected bytes, at least 1048576, or 0 for all",

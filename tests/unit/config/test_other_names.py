@@ -18,7 +18,8 @@ from areal_rloo.errors import ConfigError
         ("algorithm.kl_coef=0.1", "did you mean 'algorithm.kl.coefficient'?"),
         ("learner.train_batch_size=8", "did you mean 'learner.groups_per_step'?"),
         ("learner.max_steps=8", "did you mean 'learner.num_train_steps'?"),
-        ("learner.num_ppo_epochs=2", "there is no such option: a batch is trained on once"),
+        ("learner.num_ppo_epochs=2", "did you mean 'learner.num_epochs_per_batch'?"),
+        ("learner.gae_lambda=1", "there is no such option: there is no critic"),
         ("gconfig.n_samples=2", "a key of AReaL or verl; `areal-rloo migrate FILE`"),
     ],
 )

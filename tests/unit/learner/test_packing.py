@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from areal_rloo.learner.packing import Row, pack, plan_rows
+from areal_rloo.learner.packing import Row, pack
+from areal_rloo.learner.parallel.rows import plan_rows
 from areal_rloo.trajectory import Completion, Trajectory
 
 

@@ -89,6 +89,20 @@ def test_optimizer_steps_of_trl_become_train_steps(tmp_path: Path) -> None:
     assert (config.checkpoint.every_n_steps, config.evaluation.every_n_versions) == (50, 25)
     assert config.learner.optimizer.warmup_steps == 40  # of the optimizer, in both
     assert (config.algorithm.loss.kind, config.algorithm.loss.eps_high) == ("cispo", 4.0)
+    twice = config_of(translate(found("run.sh", tmp_path, f"{text} --num_iterations 2")).tree)
+    assert (twice.learner.num_epochs_per_batch, twice.learner.num_train_steps) == (2, 125)
+    assert (twice.learner.optimizer.warmup_steps, twice.checkpoint.every_n_steps) == (40, 25)
+
+
+def test_passes_of_verl_have_optimizer_steps_of_their_own(tmp_path: Path) -> None:
+    actor = "actor_rollout_ref.actor"
+    text = (
+        f"python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=x {actor}.ppo_epochs=2 "
+        f"actor_rollout_ref.rollout.n=4 data.train_batch_size=64 {actor}.ppo_mini_batch_size=32 "
+        f"{actor}.optim.lr_warmup_steps=10"
+    )
+    learner = config_of(translate(found("run.sh", tmp_path, text)).tree).learner
+    assert (learner.num_epochs_per_batch, learner.num_minibatches, learner.optimizer.warmup_steps) == (2, 2, 40)
 
 
 @pytest.mark.parametrize(

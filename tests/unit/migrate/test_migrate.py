@@ -271,7 +271,7 @@ def test_all_unknown_settings_are_listed_at_once(tmp_path: Path) -> None:
     ("value", "key", "expected"),
     [
         ("algorithm.adv_estimator=gae", "hand", "expected one of rloo"),
-        ("actor_rollout_ref.actor.ppo_epochs=2", "hand", "expected one of 1"),
+        ("actor_rollout_ref.actor.ppo_epochs=many", "hand", "expected a number"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=100", "hand", "expected a divisor"),
         ("data.truncation=middle", "hand", "ours keeps the end"),
         ("trainer.n_gpus_per_node=half", "hand", "expected a number"),
