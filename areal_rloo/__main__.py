@@ -27,6 +27,7 @@ PROGRAMS = {
     "quickstart": Program("areal_rloo.launcher.quickstart", "train a tiny model to add, on any machine"),
     "run": Program("areal_rloo.launcher.run", "train with a config, here or with --launcher slurm or ray"),
     "resume": Program("areal_rloo.launcher.resume", "go on with a run from the newest checkpoint"),
+    "sweep": Program("areal_rloo.launcher.sweep", "train with each combination of several values, one report over all"),
     "doctor": Program("areal_rloo.launcher.doctor.__main__", "find what would end or slow down a run, with fixes"),
     "scale": Program("areal_rloo.launcher.scale", "change the number of rollout workers of a running run"),
     "advise": Program("areal_rloo.launcher.advise", "how to split devices, from the speeds of a run"),

@@ -5,6 +5,7 @@
 - `server`: the sections of servers, `rollout.sglang` and `rollout.vllm`.
 - `section`: the base struct, bounded numbers, and checks of hosts, URLs and paths.
 - `load`: reads a YAML file and overrides into a `Config`, and writes a `Config` as YAML.
+- `overrides`: options on a command line, and the changes that they make.
 - `reading`: reads YAML within limits, without a guess at types.
 - `typed`: gives the tree of a file the types of the structs.
 - `presets`: the values behind each name of `algorithm.preset`.
@@ -36,7 +37,8 @@ from areal_rloo.config.data import (
 from areal_rloo.config.imports import ENTRY, import_entry, import_function, import_named
 from areal_rloo.config.launcher import LauncherConfig
 from areal_rloo.config.learner import MOST_BETA, LearnerConfig, LoraConfig, OptimizerConfig
-from areal_rloo.config.load import check_run, check_unique, dump_config, load_config, override_of
+from areal_rloo.config.load import check_run, dump_config, load_config
+from areal_rloo.config.overrides import EXPECTED, check_unique, is_override, override_of
 from areal_rloo.config.presets import PRESETS
 from areal_rloo.config.rollout import EmbeddedConfig, EpisodeConfig, RolloutConfig, SamplingConfig
 from areal_rloo.config.schema import (
@@ -54,6 +56,7 @@ from areal_rloo.config.server import ServerConfig, option_number
 
 __all__ = [
     "ENTRY",
+    "EXPECTED",
     "MOST_BETA",
     "PRESETS",
     "AdaptiveKLConfig",
@@ -94,6 +97,7 @@ __all__ = [
     "import_function",
     "import_named",
     "is_loopback",
+    "is_override",
     "load_config",
     "option_number",
     "override_of",

@@ -22,8 +22,9 @@ from areal_rloo.program import Parser, run_main
 _PAGE = """# Options
 
 Every key of a config file, written by `areal-rloo config page` from `areal_rloo/config/`.
-On a command line an option is `key.path=value`. In a key, N stands for a position in a list, from 0. `areal-rloo config
-show KEY` prints the same for one key or section, and `--dry-run` of a launcher the resolved config.
+On a command line an option is `key.path=value`; `key.path+=value` appends to a list, and `~key.path` removes a key or a
+position of a list. In a key, N stands for a position in a list, from 0. `areal-rloo config show KEY` prints the same
+for one key or section, and `--dry-run` of a launcher the resolved config.
 Editors read `configs/schema.json`; each shipped config names it in the first line.
 """
 

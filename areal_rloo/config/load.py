@@ -1,11 +1,10 @@
-"""Read a YAML file and dotted overrides into a `Config`. Every mistake gives a line with the key and the remedy.
+"""Read a YAML file and overrides into a `Config`. Every mistake gives a line with the key and the remedy.
 
 file ─► `reading`: a bounded tree ─► AReaL's keys renamed ─► overrides applied ─► preset filled in ─► `typed`: structs
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -15,14 +14,13 @@ from typing import Any
 import msgspec
 import yaml
 
-from areal_rloo.config.areal import translate_file, translate_override
-from areal_rloo.config.presets import expand, forget
-from areal_rloo.config.reading import MOST_BYTES, MOST_KEY, Parsed, parse
+from areal_rloo.config.areal import translate_file
+from areal_rloo.config.overrides import apply, parse_override
+from areal_rloo.config.presets import expand
+from areal_rloo.config.reading import MOST_BYTES, Parsed, parse
 from areal_rloo.config.schema import Config
 from areal_rloo.config.typed import auto_keys, typed
 from areal_rloo.errors import ConfigError, DataError, shown
-
-_MOST_PARTS = 16  # of the key of an override
 
 
 class _Dumper(yaml.SafeDumper):
@@ -34,7 +32,7 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 
 
 def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
-    """Read a config file, apply overrides (`key.path=value`, with or without leading dashes), and check all values.
+    """Read a config file, apply overrides as `overrides.py` describes them, and check all values.
 
     Raises:
         ConfigError: the file is missing or not YAML, a key is unknown, or a value has a wrong type, range or meaning.
@@ -47,12 +45,8 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
     translate_file(tree)
     sources: dict[str, str] = {}
     for override in overrides:
-        keys, value = parse_override(override)
-        keys, value = translate_override(keys, value, tree)
-        if keys == ("algorithm", "preset") and isinstance(tree.get("algorithm"), dict):
-            forget(tree["algorithm"])  # a preset in an override wins over the file
-        _apply(tree, keys, value, override)
-        sources[".".join(keys)] = f"override '{shown(override)}'"
+        change = parse_override(override)
+        sources[apply(tree, change)] = change.words
     algorithm = tree.get("algorithm")
     if algorithm is None or isinstance(algorithm, dict):
         tree["algorithm"] = expand(algorithm or {})
@@ -117,64 +111,12 @@ def _of_file(path: Path) -> Parsed:
     return parse(text, str(path), is_file=True)
 
 
-def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
-    """Split `key.path=value` or `--key.path=value`; the value is read as YAML."""
-    key, equals, text = override.removeprefix("--").partition("=")
-    parts = tuple(key.split("."))
-    if not equals or not all(parts):
-        raise ConfigError(f"override '{shown(override)}': expected key.path=value")
-    if len(parts) > _MOST_PARTS or any(len(part) > MOST_KEY for part in parts):
-        words = f"expected at most {_MOST_PARTS} names of at most {MOST_KEY} characters before the '='"
-        raise ConfigError(f"override '{shown(override)}': {words}")
-    return parts, parse(text, f"override '{shown(override)}': the value", is_file=False).tree
-
-
-def override_of(key: str, text: str | Path) -> str:
-    """Write an override with a text that must not be read as YAML, such as a path with ` #` in it."""
-    return f"{key}={json.dumps(str(text), ensure_ascii=False)}"
-
-
-def check_unique(overrides: Sequence[str]) -> None:
-    """Check the overrides of a command line: the last of two values for a key would win unseen.
-
-    Raises:
-        ConfigError: a key is given twice.
-    """
-    given: dict[str, str] = {}
-    for override in overrides:
-        key = override.removeprefix("--").partition("=")[0]
-        if key in given:
-            raise ConfigError(
-                f"override '{shown(override)}': expected each key once, got '{shown(given[key])}' too; leave one out"
-            )
-        given[key] = override
-
-
 def dump_config(config: Config) -> str:
     """Write the resolved config as YAML; `load_config` reads an equal config back."""
     tree = msgspec.to_builtins(config)
     for section, key in auto_keys():
         tree[section][key] = tree[section][key] or "auto"
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
-
-
-def _apply(tree: dict[str, Any], keys: tuple[str, ...], value: Any, override: str) -> None:
-    node: Any = tree
-    for depth, key in enumerate(keys, start=1):
-        place = ".".join(keys[:depth])
-        if isinstance(node, list) and not (key.isdecimal() and int(key) < len(node)):
-            raise ConfigError(
-                f"override '{shown(override)}': '{shown(place)}': expected an index from 0 to {len(node) - 1}"
-            )
-        at: Any = int(key) if isinstance(node, list) else key
-        if depth == len(keys):
-            node[at] = value
-            return
-        if isinstance(node, dict) and node.get(at) is None:  # the section is absent or null
-            node[at] = {}
-        node = node[at]
-        if not isinstance(node, dict | list):
-            raise ConfigError(f"override '{shown(override)}': '{shown(place)}' is a value, not a section")
 
 
 def check_run(folder: Path) -> None:

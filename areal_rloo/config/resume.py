@@ -197,7 +197,7 @@ _RULES: dict[str, Rule] = {
     **_allowed("wire", "heartbeat_timeout_s stall_timeout_s", _LEASED_AGAIN),
     **_allowed("wire", "max_message_bytes", "samples that need more are dropped"),
     **_allowed("wire", "max_attempts", "attempts so far count"),
-    **_exact("checkpoint", "every_n_steps keep keep_best keep_every_n_steps"),
+    **_exact("checkpoint", "every_n_steps at_end keep keep_best keep_every_n_steps"),
     **_allowed("checkpoint", "partial_rollouts", "a later resume goes on with unfinished samples, or begins them anew"),
     **_exact("evaluation", "every_n_versions"),
     **_allowed("evaluation", "max_new_tokens", _EVALUATED),

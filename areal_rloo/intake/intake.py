@@ -48,6 +48,7 @@ class IntakeStatistics:
     repeated_results: int
     filtered_prompts: int
     truncated_prompts: int
+    epoch: float
 
 
 class Intake:
@@ -203,6 +204,7 @@ class Intake:
             decoding_s=work.decoding_s,
             repeated_results=self._answers.num_repeated,
             filtered_prompts=self.stream.num_filtered,
+            epoch=self.stream.epoch,
             truncated_prompts=self._num_truncated(),
         )
 

@@ -120,6 +120,11 @@ class PromptStream:
         """True if no prompt is left."""
         return not self._returned and self._ended()
 
+    @property
+    def epoch(self) -> float:
+        """Passes through the prompts, as far as handed out or left out."""
+        return sum(s.num_taken for s in self._sources) / sum(len(s.items) for s in self._sources)
+
     def state(self) -> PromptStreamState:
         taken = [source.num_taken for source in self._sources]
         return PromptStreamState(self._described, taken, list(self._returned), self.num_filtered)

@@ -4,6 +4,7 @@ In the order of a start:
 
 - `local`: the command for this machine; `slurm` and `ray` are the commands for clusters, in folders of their own.
 - `run`, `quickstart` and `resume`: call the launcher that the command line, or the last start of a run, names.
+- `sweep`: a run for each combination of several values.
 - `start`: the command line, the checks, and the first files of the run folder, for every launcher.
 - `epochs`: the train steps of `data.num_epochs`.
 - `run_folder`: the name of the run folder and the files in it for launchers.

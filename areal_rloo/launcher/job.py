@@ -145,6 +145,8 @@ class Job:
                 f"stopped before the last step; `areal-rloo resume`, or --resume, goes on from {newest}"
                 if newest is not None
                 else "stopped before the first train step: nothing was trained, and there is nothing to resume"
+                if self._config.checkpoint.at_end
+                else "stopped without a checkpoint (checkpoint.at_end=false): there is nothing to resume"
             )
         if restored:  # the learner has not begun: there is nothing new to report
             return code

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_rloo.config import check_run, override_of
+from areal_rloo.config import check_run, is_override, override_of
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import ConfigError, DecodeError
 from areal_rloo.files import read_regular
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         _parser().parse_args(["--help"])
     launcher, rest = launcher_of(arguments)
-    named = bool(rest) and not rest[0].startswith("-") and ("=" not in rest[0] or Path(rest[0]).exists())
+    named = bool(rest) and not rest[0].startswith("-") and (not is_override(rest[0]) or Path(rest[0]).exists())
     folder, others = (Path(rest[0]), rest[1:]) if named else (Path(_LATEST), rest)
     folder = folder.resolve()
     submitted = newest_submitted(folder)

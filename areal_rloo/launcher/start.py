@@ -17,7 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_rloo.config import Config, check_unique, dump_config, import_entry, load_config
+from areal_rloo.config import (
+    EXPECTED,
+    Config,
+    check_unique,
+    dump_config,
+    import_entry,
+    is_override,
+    load_config,
+)
 from areal_rloo.errors import ConfigError, PreflightError, UserError, shown
 from areal_rloo.files import remove_abandoned
 from areal_rloo.launcher.doctor import Check, Finding, Situation, findings, guarded, raise_first
@@ -100,10 +108,9 @@ def parse(
         arguments = ["--entry", *arguments]
     known, rest = parser.parse_known_args(arguments)
     for argument in rest:
-        if "=" not in argument:
-            raise ConfigError(
-                f"argument '{shown(argument)}': expected key.path=value, --dry-run, --json, --resume, --entry X.py"
-            )
+        if not is_override(argument):
+            flags = "--dry-run, --json, --resume, --entry X.py"
+            raise ConfigError(f"argument '{shown(argument)}': expected {EXPECTED}; or {flags}")
     if known.json and not known.dry_run:
         raise ConfigError("argument '--json': expected with --dry-run, whose plan it prints; add --dry-run")
     overrides = rest if known.entry is None else [*rest, f"run.entry={known.entry}"]

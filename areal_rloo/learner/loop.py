@@ -76,7 +76,8 @@ class Learner:
                 self.intake.wait_for_evaluation()
         reason = "drained" if self.intake.draining else "completed" if completed else "end_of_data"
         self.reporter.update_totals(self.intake.statistics())
-        if self.policy_version > 0 or self.reporter.totals.generated_tokens > 0:  # else nothing is worth a resume
+        trained = self.policy_version > 0 or self.reporter.totals.generated_tokens > 0  # else nothing to resume
+        if trained and self.config.checkpoint.at_end:
             self._gather_partials()
             self.save_checkpoint()
         if not self.checkpoints.wait():

@@ -143,6 +143,7 @@ class Reporter:
             num_workers=statistics.num_workers,
             weights_behind=statistics.num_behind,
             filtered_prompts=statistics.filtered_prompts,
+            epoch=statistics.epoch,
             truncated_prompts=statistics.truncated_prompts,
             ledger=statistics.ledger,
             **batch_numbers(batch, label=self._parts.label),

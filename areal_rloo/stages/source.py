@@ -9,7 +9,16 @@ from pathlib import Path
 
 import msgspec
 
-from areal_rloo.config import Config, check_run, check_unique, import_entry, load_config, override_of
+from areal_rloo.config import (
+    EXPECTED,
+    Config,
+    check_run,
+    check_unique,
+    import_entry,
+    is_override,
+    load_config,
+    override_of,
+)
 from areal_rloo.errors import CheckpointError, ConfigError, shown
 from areal_rloo.learner.checkpoint_folder import folder_of, list_checkpoints
 from areal_rloo.learner.warm_start import prepare_tiny_model
@@ -45,12 +54,12 @@ def parse(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace,
         "--step", type=int, metavar="N", help="of the run: the checkpoint of step N; default: the newest"
     )
     options, rest = parser.parse_known_args(arguments)
-    if options.run_folder is not None and "=" in str(options.run_folder) and not options.run_folder.exists():
+    if options.run_folder is not None and is_override(str(options.run_folder)) and not options.run_folder.exists():
         rest = [str(options.run_folder), *rest]  # an override
         options.run_folder = None
     for argument in rest:
-        if "=" not in argument:
-            raise ConfigError(f"argument '{shown(argument)}': expected key.path=value; see --help")
+        if not is_override(argument):
+            raise ConfigError(f"argument '{shown(argument)}': expected {EXPECTED}; see --help")
     check_unique(rest)
     if (options.run_folder is None) == (options.config is None):
         raise ConfigError("expected either a RUN_FOLDER or --config X.yaml; see --help")

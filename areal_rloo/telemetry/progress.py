@@ -151,8 +151,8 @@ class Progress:
         bound = bound_of([*self._recent])
         dropped = sum(train.ledger.dropped.values()) / max(1, train.ledger.admitted)
         return (
-            f"step {train.num_train_steps}/{self._num_train_steps}  ETA {eta}  reward {_fixed(train.reward_mean, 3)}  "
-            f"eval {accuracy}  {_fixed(train.trained_tokens_per_s, 0)} tok/s  "
+            f"step {train.num_train_steps}/{self._num_train_steps}  epoch {_fixed(train.epoch, 2)}  ETA {eta}  "
+            f"reward {_fixed(train.reward_mean, 3)}  eval {accuracy}  {_fixed(train.trained_tokens_per_s, 0)} tok/s  "
             f"staleness {_fixed(train.staleness_mean, 2)} (max {train.staleness_max})"
             f"{f'  dropped {100 * dropped:.0f} %' if dropped >= 0.005 else ''}"
             f"{'' if bound is None else f'  {bound.name} ({bound.waits})'}"

@@ -183,6 +183,7 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     decoding_s: Annotated[float, Metric("Time in decoding, summed over completions", "s", "counter")]
     num_workers: Annotated[int, Metric("Rollout workers alive at the end of the step")]
     weights_behind: Annotated[int, Metric("Most versions that a worker has missed since its start", "versions")]
+    epoch: Annotated[float, Metric("Passes through the train prompts, by prompts leased so far")]
     filtered_prompts: Annotated[int, Metric("Prompts left out because of their length", kind="counter")]
     truncated_prompts: Annotated[int, Metric("Prompts cut to their end since the learner started")]
     ledger: LedgerCounts

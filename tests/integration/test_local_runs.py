@@ -346,7 +346,8 @@ def test_gsm8k_trains_on_the_embedded_engine(start: Callable[..., Run], gsm8k_fo
 
 
 def test_an_epoch_trains_every_prompt_once_with_a_small_last_batch(start: Callable[..., Run]) -> None:
-    run = start("data.num_epochs=1", "data.train.num_prompts=10", "learner.num_train_steps=100")
+    without = ("checkpoint.every_n_steps=0", "checkpoint.at_end=false")
+    run = start("data.num_epochs=1", "data.train.num_prompts=10", "learner.num_train_steps=100", *without)
     code, output = run.wait()
     assert code == 0, output
     summary = run.summary()
@@ -360,3 +361,5 @@ def test_an_epoch_trains_every_prompt_once_with_a_small_last_batch(start: Callab
         "buffered": 0,
         "in_flight": 0,
     }
+    assert not (run.folder / "checkpoints").exists(), "at_end=false"
+    assert run.records()[-1].epoch == 1.0

@@ -34,7 +34,14 @@ OPTIONS = (
 _OF_THE_LOOP = (  # fields that no replay compares
     *("wall_s", "skipped_steps", "failed_checkpoints", "wait_s", "learner_idle_s", "rollout_idle_s", "num_workers"),
     "weights_behind",
-    *("generated_tokens", "generated_tokens_per_s", "trained_tokens_per_s", "filtered_prompts", "truncated_prompts"),
+    *(
+        "generated_tokens",
+        "generated_tokens_per_s",
+        "trained_tokens_per_s",
+        "filtered_prompts",
+        "epoch",
+        "truncated_prompts",
+    ),
     *("rollout_busy_s", "decoding_s"),
 )
 _LEDGER = LedgerCounts(admitted=0, trained=0, dropped={}, dropped_tokens={}, buffered=0, in_flight=0)

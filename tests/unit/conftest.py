@@ -86,6 +86,7 @@ STEP_NUMBERS: dict[str, Any] = {
     "num_workers": 2,
     "weights_behind": 1,
     "filtered_prompts": 0,
+    "epoch": 0.5,
     "truncated_prompts": 0,
 }
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_rloo.config import Config, check_unique, import_entry, load_config
+from areal_rloo.config import EXPECTED, Config, check_unique, import_entry, is_override, load_config
 from areal_rloo.errors import PreflightError, UserError
 from areal_rloo.launcher.doctor import Finding, Situation, findings, guarded
 from areal_rloo.launcher.doctor.base import refused, unsure, wrong
@@ -57,8 +57,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _look(options: argparse.Namespace, overrides: Sequence[str]) -> Iterator[Finding]:
     for argument in overrides:
-        if "=" not in argument or options.config is None:
-            what = f"argument '{argument}': expected key.path=value, and --config before it"
+        if not is_override(argument) or options.config is None:
+            what = f"argument '{argument}': expected {EXPECTED}, and --config before it"
             yield wrong("arguments", what, "see --help")
             return
     config: Config | None = None

@@ -85,3 +85,4 @@ def test_every_prompt_that_fits_is_handed_out_once_per_epoch(
         taken.append((prompt.epoch, prompt.item_index))
     assert sorted(taken) == [(epoch, index) for epoch in range(num_epochs) for index, fit in enumerate(fits) if fit]
     assert second.num_filtered == num_epochs * fits.count(False)
+    assert second.epoch == num_epochs

@@ -47,6 +47,7 @@ def test_a_rate_counts_the_tokens_since_the_previous_record(
         decoding_s=0.0,
         repeated_results=0,
         filtered_prompts=0,
+        epoch=0.5,
         truncated_prompts=0,
     )
     for version, num_generated in ((1, 150), (2, 400)):
@@ -84,6 +85,7 @@ def test_totals_stay_within_what_a_checkpoint_can_hold(tmp_path: Path, ledger_co
             decoding_s=1e12,
             repeated_results=0,
             filtered_prompts=0,
+            epoch=0.5,
             truncated_prompts=0,
         )
     )

@@ -88,6 +88,7 @@ def test_batch_step_and_loop_give_each_field_of_a_record_once(tiny_folders: dict
             "weights_behind",
             "ledger",
             "filtered_prompts",
+            "epoch",
             "truncated_prompts",
             "idle_share",
             "rollout_busy_s",

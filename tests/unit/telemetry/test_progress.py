@@ -30,7 +30,14 @@ def test_a_line_has_step_reward_accuracy_speed_staleness_time_left(
         train = make_train_record(num_train_steps=5, policy_version=5, wall_s=50.0, trained_tokens_per_s=1234.0)
         progress.show([eval_record, train])
     line = out.getvalue().splitlines()[-1]
-    for part in ("step 5/20", "reward 0.500", "eval 0.625@v4", "1,234 tok/s", "staleness 0.75 (max 2)", "ETA 2:30"):
+    for part in (
+        "step 5/20  epoch 0.50",
+        "reward 0.500",
+        "eval 0.625@v4",
+        "1,234 tok/s",
+        "staleness 0.75 (max 2)",
+        "ETA 2:30",
+    ):
         assert part in line
 
 

@@ -1,0 +1,154 @@
+"""Options on a command line: `key.path=value`, `key.path+=value` for lists, `~key.path` to remove.
+
+In: words of a command line and the tree of a file. Out: the tree with the changes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from areal_rloo.config.areal import translate_override
+from areal_rloo.config.presets import forget
+from areal_rloo.config.reading import MOST_KEY, parse
+from areal_rloo.config.schema import Config
+from areal_rloo.errors import ConfigError, shown
+
+EXPECTED = "key.path=value, key.path+=value for a list, or ~key.path to remove a key"
+_MOST_PARTS = 16  # of the key of an override
+
+
+class Override(NamedTuple):
+    """A change of the tree; `value` is as YAML, and None for `remove`."""
+
+    text: str
+    keys: tuple[str, ...]
+    action: Literal["set", "append", "remove"]
+    value: Any
+
+    @property
+    def words(self) -> str:
+        return f"override '{shown(self.text)}'"
+
+
+def is_override(argument: str) -> bool:
+    """Return True if a word of a command line is an override."""
+    return "=" in argument or argument.startswith("~")
+
+
+def parse_override(text: str) -> Override:
+    """Read an override, with or without leading dashes.
+
+    Raises:
+        ConfigError: the text is no override, or the value not YAML.
+    """
+    key, equals, value = text.removeprefix("--").partition("=")
+    action: Literal["set", "append", "remove"] = "set"
+    if key.startswith("~") and not equals:
+        key, action = key.removeprefix("~"), "remove"
+    elif key.endswith("+"):
+        key, action = key.removesuffix("+"), "append"
+    parts = tuple(key.split("."))
+    if not (equals or action == "remove") or not all(parts):
+        raise ConfigError(f"override '{shown(text)}': expected {EXPECTED}")
+    if key.startswith("+"):
+        raise ConfigError(f"override '{shown(text)}': expected {EXPECTED}; leave out the '+' at the beginning")
+    if len(parts) > _MOST_PARTS or any(len(part) > MOST_KEY for part in parts):
+        words = f"expected at most {_MOST_PARTS} names of at most {MOST_KEY} characters before the '='"
+        raise ConfigError(f"override '{shown(text)}': {words}")
+    found = None if action == "remove" else parse(value, f"override '{shown(text)}': the value", is_file=False).tree
+    return Override(text, parts, action, found)
+
+
+def override_of(key: str, text: str | Path) -> str:
+    """Write an override with a text that must not be read as YAML, such as a path with ` #` in it."""
+    return f"{key}={json.dumps(str(text), ensure_ascii=False)}"
+
+
+def check_unique(overrides: Sequence[str]) -> None:
+    """Check the overrides of a command line: the last of two values for a key would win unseen.
+
+    Raises:
+        ConfigError: a key is given twice.
+    """
+    given: dict[str, str] = {}
+    for override in overrides:
+        key = override.removeprefix("--").partition("=")[0]
+        if key in given and not key.endswith("+"):
+            raise ConfigError(
+                f"override '{shown(override)}': expected each key once, got '{shown(given[key])}' too; leave one out"
+            )
+        given[key] = override
+
+
+def apply(tree: dict[str, Any], override: Override) -> str:
+    """Change the tree; return the changed key in our spelling.
+
+    Raises:
+        ConfigError: the key leads into a value, or there is nothing to remove.
+    """
+    if override.action == "set":
+        keys, value = translate_override(override.keys, override.value, tree)
+        override = override._replace(keys=keys, value=value)
+    keys = override.keys
+    if keys == ("algorithm", "preset") and isinstance(tree.get("algorithm"), dict):
+        forget(tree["algorithm"])  # a preset in an override wins over the file
+    node: Any = tree
+    for depth in range(1, len(keys)):
+        at = _at(node, override, depth)
+        if isinstance(node, dict) and node.get(at) is None:  # the section is absent or null
+            node[at] = {}
+        node = node[at]
+        if not isinstance(node, dict | list):
+            raise ConfigError(f"{override.words}: '{_place(override, depth)}' is a value, not a section")
+    at = _at(node, override, len(keys))
+    match override.action:
+        case "set":
+            node[at] = override.value
+        case "append":
+            present = node[at] if isinstance(node, list) or at in node else _default(keys)
+            node[at] = _appended(present, override)
+        case "remove":
+            if isinstance(node, dict) and at not in node:
+                raise ConfigError(f"{override.words}: expected a key of the file, got one that the file does not have")
+            del node[at]
+    return ".".join(keys)
+
+
+def _at(node: Any, override: Override, depth: int) -> Any:
+    """Return the key or index into a section or list for the first `depth` names."""
+    key = override.keys[depth - 1]
+    if not isinstance(node, list):
+        return key
+    if not (key.isdecimal() and int(key) < len(node)):
+        words = f"expected an index from 0 to {len(node) - 1}"
+        raise ConfigError(f"{override.words}: '{_place(override, depth)}': {words}")
+    return int(key)
+
+
+def _place(override: Override, depth: int) -> str:
+    return shown(".".join(override.keys[:depth]))
+
+
+def _appended(present: Any, override: Override) -> list[Any]:
+    """Return a list with one more value, or with those of a list. A section alone becomes the first of a list."""
+    if isinstance(present, dict):
+        present = [present]
+    if not isinstance(present, list | tuple | None):
+        raise ConfigError(f"{override.words}: expected a list to append to, got '{shown(str(present))}'")
+    value = override.value
+    return [*(present or ()), *(value if isinstance(value, list) else [value])]
+
+
+def _default(keys: Sequence[str]) -> Any:
+    """Return the default of a key that the file leaves out; None if the key is inside a list, or unknown."""
+    node = msgspec.to_builtins(Config())
+    for key in keys:
+        if not isinstance(node, dict):
+            return None
+        node = node.get(key)
+    return node
