@@ -1,4 +1,4 @@
-"""`python -m areal_rloo.inspect RUN_FOLDER`: shows trajectories, with rewards, advantages and drops.
+"""`areal-rloo inspect RUN_FOLDER`: shows trajectories, with rewards, advantages and drops.
 
 In: trajectories.jsonl of a finished or running run. Out: selected trajectories, on the terminal or as JSON lines. The
 report uses this package for trajectories.html.

@@ -103,7 +103,7 @@ def _introduction(folder: Path, num_shown: int, num_records: int) -> str:
         parts = [
             f"{num_shown:,} of the {num_records:,} recorded trajectories: whole groups, spread over the run, and some "
             "drops of each reason; click a line to open it. The other trajectories:",
-            f"<code>python -m areal_rloo.inspect {html.escape(shlex.quote(str(folder)))}</code>.",
+            f"<code>areal-rloo inspect {html.escape(shlex.quote(str(folder)))}</code>.",
         ]
     if (folder / "report.html").is_file():
         parts.append("<a href='report.html'>report</a>")

@@ -1,4 +1,4 @@
-"""Draw a run as one self-contained page, report.html: `python -m areal_rloo.report RUN_FOLDER`.
+"""Draw a run as one self-contained page, report.html: `areal-rloo report RUN_FOLDER`.
 
 In: config.yaml, configs/, environment.jsonl, metrics.jsonl, trajectories.jsonl and, after the end of the run,
 summary.json. Out: HTML with charts as SVG, light and dark, without scripts and without anything to load. A run with

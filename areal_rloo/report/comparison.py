@@ -1,4 +1,4 @@
-"""Draw several runs on one page, comparison.html: `python -m areal_rloo.report RUN_FOLDER RUN_FOLDER ...`.
+"""Draw several runs on one page, comparison.html: `areal-rloo report RUN_FOLDER RUN_FOLDER ...`.
 
 Runs with the same options, but for the seed and for options without an effect on the numbers, are a setting: one
 line in each chart, the mean, with a band from the lowest to the highest run. A setting is named by the options in

@@ -65,11 +65,11 @@ def pages_in(folder: Path) -> list[str]:
     """
     words = [f"report: {write_report(folder)}"]
     if (folder / FILE_NAME).is_file():
-        command = [sys.executable, "-m", "areal_rloo.inspect", str(folder), "--limit", "3"]
+        command = [sys.executable, "-m", "areal_rloo", "inspect", str(folder), "--limit", "3"]
         words.append(f"trajectories: {shlex.join(command)}")
     num_bytes = sum(path.stat().st_size for path in (folder / FOLDER_NAME).glob("*"))
     if num_bytes > _MOST_TRACE_BYTES:
-        command = [sys.executable, "-m", "areal_rloo.report", str(folder)]
+        command = [sys.executable, "-m", "areal_rloo", "report", str(folder)]
         words.append(f"trace: {num_bytes:,} bytes; for Perfetto: {shlex.join(command)}")
     elif num_bytes:
         try:

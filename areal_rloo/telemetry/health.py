@@ -200,7 +200,7 @@ class Health:
                 "no_signal",
                 self._all_of(num, _has_equal_rewards),
                 f"all rewards of each group are equal (mean reward {last.reward_mean:.3g}), so the advantages are 0",
-                "look at trajectories with python -m areal_rloo.inspect; the reward may never be given, or the prompts "
+                "look at trajectories with areal-rloo inspect; the reward may never be given, or the prompts "
                 "are too hard, or all solved",
             )
         if len(self._steps) >= self._recent:

@@ -60,7 +60,7 @@ def dry_run(command: Sequence[str]) -> str:
         at = arguments.index("--address")
         del arguments[at : at + 2]
     chosen = [argument for argument in arguments if argument not in ("--resume", "--wait", "--dry-run")]
-    if "areal_rloo.launcher.local" in chosen:
+    if "areal_rloo.launcher.local" in chosen or ("run" in chosen and "--launcher" not in chosen):
         chosen.append("rollout.engine=embedded")
     return output(sys.executable, *chosen, "--dry-run", RAY_ADDRESS="")
 
@@ -247,7 +247,7 @@ def test_the_cluster_starts_ray_on_head_and_workers(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def job_script() -> str:
     (command,) = [one for one in _commands() if "launcher.slurm.partition=gpu" in one]
-    shown = dry_run(command)
+    shown = dry_run(_ours(command) or [])
     return shown[shown.index("#!/usr/bin/env bash") :]
 
 
@@ -301,6 +301,8 @@ def _program(command: Sequence[str]) -> str:
 
 def _ours(command: Sequence[str]) -> list[str] | None:
     """Return the launcher's part of a command, if there is any."""
+    if _program(command) == "areal-rloo" and command[1] == "run":
+        return ["python", "-m", "areal_rloo", *command[1:]]
     at = next((index for index, word in enumerate(command) if LAUNCHER.fullmatch(word)), None)
     return None if at is None else ["python", "-m", *command[at:]]
 
@@ -315,7 +317,7 @@ def test_a_command_of_the_document_works(command: list[str], tmp_path: Path) -> 
     ours = _ours(command)
     if ours is not None:
         dry_run(ours)
-    if _program(command) == "areal-rloo":
+    elif _program(command) == "areal-rloo":
         program = command[1]
         if program == "doctor":
             _run_doctor(command)
@@ -323,8 +325,7 @@ def test_a_command_of_the_document_works(command: list[str], tmp_path: Path) -> 
         told = output(sys.executable, "-m", "areal_rloo", program, "--help")
         assert all(word in told for word in command if word.startswith("--"))
         return
-    if _program(command) == "python":
-        assert ours is not None
+    if ours is not None and _program(command) in ("python", "areal-rloo"):
         return
     for file in (word for word in command if word.startswith("launcher/")):
         assert (REPO / file).is_file(), file
