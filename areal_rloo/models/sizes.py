@@ -219,6 +219,7 @@ class Sizes:
 SHIPPED = {
     "Qwen/Qwen2.5-0.5B-Instruct": Sizes(151_936, 896, 4_864, 24, 14, 2, 64, tied=True, gated=True),
     "Qwen/Qwen2.5-1.5B-Instruct": Sizes(151_936, 1_536, 8_960, 28, 12, 2, 128, tied=True, gated=True),
+    "Qwen/Qwen2.5-7B-Instruct": Sizes(152_064, 3_584, 18_944, 28, 28, 4, 128, tied=False, gated=True),
     "Qwen/Qwen3-8B": Sizes(
         151_936, 4_096, 12_288, 36, 32, 8, 128, tied=False, gated=True, kept=Kept.of({"model_type": "qwen3"})
     ),
