@@ -24,7 +24,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # Output and diagrams. tests/project/test_deployment.py compares the `text` of deploy.md with a dry run.
 SHOWN = {"", "text", "console"}
 # Tests that run the Python of a document.
-RUN_BY = {"rewards.md": "test_rewards_document.py"}
+RUN_BY = {"rewards.md": "test_rewards_document.py", "tutorial.md": "test_tutorial.py"}
 OTHERS = {
     *("python3", "git", "source", "cd", "ssh", "scp", "curl", "eval", "export"),
     *("ray", "kubectl", "docker", "sbatch", "scancel", "scontrol", "enroot", "apptainer", "prometheus", "chronyc"),
@@ -116,6 +116,16 @@ def test_a_config_of_a_document_loads(path: Path, kind: str, block: str, tmp_pat
     within = path.name == "algorithms.md"  # there, the keys of the section
     config.write_text(f"algorithm:\n{textwrap.indent(block, '  ')}" if within else block)
     assert load_config(str(config)), kind
+
+
+def test_messages_of_the_troubleshooting_are_those_of_the_code() -> None:
+    rows = re.findall(r"^\| (.+?) \|", (REPO / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    quoted = [part.strip() for row in rows for text in re.findall(r"`([^`]+)`", row) for part in text.split("...")]
+    sources = [*(REPO / "areal_rloo").rglob("*.py")]
+    # A message may go on in the next line of the source.
+    code = " ".join(re.sub(r'"\s*\n\s*f?"', "", path.read_text()) for path in sources)
+    words = [part.removeprefix("health: ").removeprefix("1, ") for part in quoted if part]
+    assert words and [part for part in words if part not in code] == []
 
 
 @pytest.mark.parametrize(("path", "kind", "block"), _blocks({"python"}))
