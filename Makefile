@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: quickstart monitoring test test-all simulate soak fuzz check lint extras sglang vllm bench bench-shapes bench-learning bench-memory gpu-check gpu-wheels clean
+.PHONY: quickstart site monitoring test test-all simulate soak fuzz check lint extras sglang vllm bench bench-shapes bench-learning bench-memory gpu-check gpu-wheels clean
 
 quickstart: $(STAMP)
 	$(BIN)/python -m areal_rloo.launcher.local --config quickstart.yaml $(ARGS)
@@ -68,6 +68,10 @@ gpu-check:  # 20 minutes on one GPU; results in benchmarks/results/gpu/
 
 gpu-wheels:  # the packages that a machine with torch and without a network lacks; ARGS='--python 3.12'
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu_wheels $(ARGS)
+
+site: $(STAMP)  # the documents as web pages in build/site; a broken link is an error
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[site]'
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs/site . build/site $(ARGS)
 
 monitoring:  # Prometheus for all runs of this clone, at http://127.0.0.1:9090
 	prometheus --config.file=launcher/monitoring/prometheus/prometheus.yml --storage.tsdb.path=runs/prometheus \
