@@ -35,7 +35,7 @@ from areal_rloo.models.files import load_tokenizer, policy_folder, stop_token_id
 from areal_rloo.models.folder import read_config
 from areal_rloo.program import Parser
 from areal_rloo.stages.source import checked_overrides
-from areal_rloo.stages.training import Data, Describe, Show, Training
+from areal_rloo.stages.training import Data, Show, Training
 from areal_rloo.telemetry.logs import setup_logs
 from areal_rloo.telemetry.record_file import RecordFile, cut_records
 from areal_rloo.wire.messages import History
@@ -57,7 +57,6 @@ class Program:
     name: str
     learner_config: Callable[[Config], Config]
     load: Callable[[Config, Model], Data]
-    describe: Describe
     show: Show
 
 
@@ -105,7 +104,7 @@ def begin(program: Program, config: Config, *, resume: bool) -> Training:
         write_beginning(folder, config, [], program.name)
         setup_logs(program.name, level=config.telemetry.log_level, file=folder / "logs" / f"{program.name}.log")
         records = folder / f"{program.name}.jsonl"
-        cut_records(records, training.policy_version if resume else -1)
+        cut_records(records, training.policy_version or -1)  # version 0 is measured again
         training.records = RecordFile(records)
     except OSError as error:
         raise PreflightError(f"run.folder: {folder} cannot be written: {error.strerror}; free some disk") from error
@@ -168,7 +167,6 @@ def _loaded(program: Program, config: Config, folder: Path, model: Model, data: 
         device=device,
         tokenizer=model.tokenizer,
         checkpoints=checkpoints,
-        describe=program.describe,
         show=program.show,
         policy_version=version,
         history=(*history, (uuid.uuid4().hex, version)),

@@ -6,7 +6,6 @@ with the end of each turn, are spans of the policy, so only these are in the los
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,16 +26,17 @@ _CHECKED = 8  # samples of a source whose tokens are compared with their text
 
 
 class Examples(NamedTuple):
-    """Examples of a source, and the items they come from, in the same order."""
+    """Examples of a source of the config."""
 
-    source: Source
+    label: str
+    weight: float | None
     trajectories: list[Trajectory]
     num_left_out: int  # too long under `data.overlong_prompts: filter`
 
     def words(self) -> str:
         learned = sum(int(policy_tokens(each).sum()) for each in self.trajectories)
         longest = max(each.num_tokens for each in self.trajectories)
-        words = f"{self.source.label}: {len(self.trajectories):,} examples, {learned:,} tokens to learn, the longest "
+        words = f"{self.label}: {len(self.trajectories):,} examples, {learned:,} tokens to learn, the longest "
         return f"{words}example {longest:,} tokens" + (f"; left out: {self.num_left_out:,}" * (self.num_left_out > 0))
 
 
@@ -140,23 +140,18 @@ def load_examples(config: Config, encoder: Encoder) -> tuple[list[Examples], lis
 
 def _encoded(key: str, task: Task, source: Source, encoder: Encoder) -> Examples:
     """Encode the items of a source."""
-    kept: list[Item] = []
     trajectories: list[Trajectory] = []
     for index, item in enumerate(source.items):
         where = f"{key}: item {index + 1} ({item.text[:60]!r})"
         if is_sample(item.fields):
-            example = encoder.sample(item, where, checked=len(kept) < _CHECKED)
+            example = encoder.sample(item, where, checked=len(trajectories) < _CHECKED)
         else:
             example = encoder.demonstration(task, item, where)
         if example is not None:
-            kept.append(item)
             trajectories.append(example)
-    if not kept:
+    if not trajectories:
         raise DataError(
             f"{key}: none of {len(source.items)} examples is within data.max_prompt_tokens and "
             "rollout.sampling.max_new_tokens; raise them, or set data.overlong_prompts=truncate"
         )
-    num_left_out = len(source.items) - len(kept)
-    # Another label than in an RL run: neither program resumes from a checkpoint of the other.
-    source = dataclasses.replace(source, label=f"demonstrations of {source.label}", items=kept)
-    return Examples(source, trajectories, num_left_out)
+    return Examples(source.label, source.weight, trajectories, len(source.items) - len(trajectories))

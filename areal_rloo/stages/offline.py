@@ -13,16 +13,14 @@ from collections.abc import Sequence
 
 from areal_rloo.config import Config
 from areal_rloo.errors import DataError
-from areal_rloo.learner.reporting import batch_numbers
 from areal_rloo.program import Parser
 from areal_rloo.stages.begin import Model, Program, begin, parse
 from areal_rloo.stages.saved_samples import check_tokenizer, read_sample, trajectory_of
-from areal_rloo.stages.training import Data, Numbers, run_to_end
-from areal_rloo.tasks import Item, Source
+from areal_rloo.stages.training import Data, Numbers, run_to_end, source_of
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.tasks.rows import rows_of_file
 from areal_rloo.telemetry.logs import run_to_exit_code
-from areal_rloo.trajectory import Group, Trajectory, longest_row
+from areal_rloo.trajectory import Trajectory, longest_row
 
 _CHECKED = 8  # samples whose tokens are compared with their text
 _DESCRIPTION = """\
@@ -48,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     def load(config: Config, model: Model) -> Data:
         return load_samples(options.samples, config, model)
 
-    program = Program(name="offline", learner_config=lambda config: config, load=load, describe=_described, show=_words)
+    program = Program(name="offline", learner_config=lambda config: config, load=load, show=_words)
     return run_to_exit_code(lambda: run_to_end(begin(program, config, resume=options.resume)))
 
 
@@ -83,21 +81,12 @@ def load_samples(path: str, config: Config, model: Model) -> Data:
         f"{path}: {num_read:,} samples, {num_failed:,} failed ones left out; {len(kept):,} groups, "
         f"{len(groups) - len(kept):,} smaller than {least} left out"
     )
-    # The text of a group stands for its content when a resume compares the data.
-    items = [
-        Item(f"{number}: {[(t.reward, t.completion.tokens.tolist()) for t in kept[key]]}", source=key[0])
-        for number, key in enumerate(kept)
-    ]
-    return Data([Source("saved samples", items)], list(kept.values()), {})
-
-
-def _described(batch: Sequence[Group], numbers: Numbers) -> Numbers:
-    return {**batch_numbers(batch), **numbers}
+    groups_kept = list(kept.values())
+    return Data([(source_of("saved samples", groups_kept), groups_kept)], {})
 
 
 def _words(record: Numbers) -> str:
     return (
-        f"loss {record['loss']:.4f}, reward {record['reward_mean']:.3f}, entropy {record['entropy']:.3f}, "
-        f"gradient norm {record['gradient_norm']:.2f}, "
-        f"KL from the samples' policy {record['behaviour_kl_k3']:.4f}, epoch {record['epoch'] + 1}"
+        f"loss {record['loss']:.4f}, reward {record['reward_mean']:.3f}, entropy {record['entropy']:.3f}, epoch "
+        f"{record['epoch'] + 1}, {record['trained_tokens']:,} tokens trained, {record['step_s']:.1f} s"
     )

@@ -7,7 +7,7 @@ is over the tokens of a minibatch.
 
 On samples of a teacher (`areal-rloo generate`), this is distillation of sequences (arXiv:1606.07947, section 3.2, with
 samples in place of a beam search). The gradient estimates that of KL(teacher || policy), whose other term, the entropy
-of the teacher, is constant. `teacher_kl` = mean_t (log teacher_t - log current_t) estimates this KL in nats a token.
+of the teacher, is constant. The loss less the teacher's own loss on the samples estimates this KL in nats a token.
 """
 
 from __future__ import annotations
@@ -28,16 +28,11 @@ from areal_rloo.config import (
 from areal_rloo.program import Parser
 from areal_rloo.stages.begin import Model, Program, begin, parse
 from areal_rloo.stages.examples import Encoder, load_examples
-from areal_rloo.stages.training import Data, Numbers, run_to_end
+from areal_rloo.stages.training import Data, Numbers, run_to_end, source_of
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.tasks.tools import tool_schemas
 from areal_rloo.telemetry.logs import run_to_exit_code
-from areal_rloo.trajectory import Group, Trajectory
 
-_NUMBERS = (
-    *("loss", "trained_tokens", "gradient_norm", "learning_rate", "entropy"),
-    *("learner_tokens_per_s", "model_flops_share"),
-)
 _DESCRIPTION = """\
 Train a model on demonstrations: the completions, or the turns of the assistant, of data.train.
 A step takes learner.groups_per_step examples. data.eval are held-out examples.
@@ -55,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         UserError: an argument, the config, the data or the model is wrong.
     """
     options, config = parse(Parser(prog="areal-rloo sft", description=_DESCRIPTION, overrides=True), arguments)
-    program = Program(name="sft", learner_config=supervised, load=_load, describe=_described, show=_words)
+    program = Program(name="sft", learner_config=supervised, load=_load, show=_words)
     return run_to_exit_code(lambda: run_to_end(begin(program, config, resume=options.resume)))
 
 
@@ -74,27 +69,18 @@ def _load(config: Config, model: Model) -> Data:
     train, held_out = load_examples(config, Encoder(config, chat, vocab_size=model.vocab_size))
     for examples in train:
         print(examples.words())  # noqa: T201 - users read this line
-    groups = [(trajectory,) for examples in train for trajectory in examples.trajectories]
-    names = [source.label for source in config.data.eval_sources]
-    sets = {name: examples.trajectories for name, examples in zip(names, held_out, strict=True)}
-    return Data([examples.source for examples in train], groups, sets)
-
-
-def _described(batch: Sequence[Group], numbers: Numbers) -> Numbers:
-    record = {name: numbers[name] for name in _NUMBERS}
-    if all(_has_logprobs(trajectory) for group in batch for trajectory in group.trajectories):
-        record["teacher_kl"] = numbers["behaviour_kl_k1"]
-    return record
-
-
-def _has_logprobs(trajectory: Trajectory) -> bool:
-    return bool(trajectory.completion.behaviour_logprobs.any())
+    # Another label than in an RL run: neither program resumes from a checkpoint of the other.
+    labels = [f"demonstrations of {examples.label}" for examples in train]
+    groups = [[(trajectory,) for trajectory in examples.trajectories] for examples in train]
+    weights = [examples.weight for examples in train]
+    sources = [(source_of(*source), source[1]) for source in zip(labels, groups, weights, strict=True)]
+    return Data(sources, {examples.label: examples.trajectories for examples in held_out})
 
 
 def _words(record: Numbers) -> str:
-    kl = f", KL to the teacher {record['teacher_kl']:.4f}" if "teacher_kl" in record else ""
+    teacher = f" (the teacher's {record['behaviour_loss']:.4f})" if record["behaviour_loss"] else ""
     return (
-        f"loss {record['loss']:.4f}{kl}, entropy {record['entropy']:.3f}, gradient norm {record['gradient_norm']:.2f}, "
-        f"epoch {record['epoch'] + 1}, {record['trained_tokens']:,} tokens learned, "
-        f"{record['learner_tokens_per_s']:,.0f} tokens/s"
+        f"loss {record['loss']:.4f}{teacher}, entropy {record['entropy']:.3f}, learning rate "
+        f"{record['learning_rate']:.2e}, epoch {record['epoch'] + 1}, {record['trained_tokens']:,} tokens learned, "
+        f"{record['step_s']:.1f} s"
     )

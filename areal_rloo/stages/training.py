@@ -9,6 +9,7 @@ and checkpoints, but no steps. The first Ctrl-C or SIGTERM ends the run after th
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import sys
 import time
@@ -27,12 +28,15 @@ from areal_rloo.config import Config
 from areal_rloo.errors import TrainingError, UnsavedError
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream
+from areal_rloo.learner.advantages import policy_tokens
 from areal_rloo.learner.checkpoint import Checkpoints
 from areal_rloo.learner.checkpoint_folder import checkpoint_path
+from areal_rloo.learner.reporting import batch_numbers
 from areal_rloo.learner.state import LearnerState, Totals, capture
 from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.stages.held_out import HeldOut, measure
-from areal_rloo.tasks import Source
+from areal_rloo.tasks import Item, Source
+from areal_rloo.tasks.base import LazyItems
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.record_file import RecordFile
 from areal_rloo.trajectory import Group, Trajectory
@@ -41,23 +45,42 @@ from areal_rloo.wire.messages import History
 logger = get_logger(__name__)
 
 Numbers = Mapping[str, Any]
-Describe = Callable[[Sequence[Group], Numbers], Numbers]
-"""Returns the numbers of a step to record, from all numbers of the step."""
 Show = Callable[[Numbers], str]
 """Returns the words of a line about a record."""
 
 
-class Data(NamedTuple):
-    """Groups to train on. `groups` are in the order of the items of all sources."""
+Groups = Sequence[tuple[Trajectory, ...]]
+"""The trajectories of each group."""
 
-    sources: list[Source]
-    groups: Sequence[tuple[Trajectory, ...]]
-    held_out: Mapping[str, Sequence[Trajectory]]  # by name of the set
+
+class Data(NamedTuple):
+    """Groups to train on, by source, and examples to measure, by name of the set."""
+
+    sources: Sequence[tuple[Source, Groups]]  # `source_of` makes the source
+    held_out: Mapping[str, Sequence[Trajectory]]
+
+    @property
+    def groups(self) -> list[tuple[Trajectory, ...]]:
+        """The groups of all sources, by the item number of a prompt."""
+        return [group for _, groups in self.sources for group in groups]
 
     def stream(self, config: Config) -> PromptStream:
-        return PromptStream(
-            self.sources, lambda item, number: (), seed=config.run.seed, num_epochs=config.data.num_epochs
-        )
+        sources = [source for source, _ in self.sources]
+        return PromptStream(sources, lambda item, number: (), seed=config.run.seed, num_epochs=config.data.num_epochs)
+
+
+def source_of(label: str, groups: Groups, weight: float | None = None) -> Source:
+    """Make the source of groups: items that name a digest, so that a resume notices other groups."""
+
+    def item(index: int) -> Item:
+        digest = hashlib.blake2b(digest_size=16)
+        for each in groups[index]:
+            completion = each.completion
+            for part in (each.prompt_tokens, completion.tokens, completion.behaviour_logprobs, np.array(each.reward)):
+                digest.update(part.tobytes())
+        return Item(digest.hexdigest(), source=label)
+
+    return Source(label, LazyItems(len(groups), item), weight)
 
 
 @dataclass(kw_only=True)
@@ -73,15 +96,18 @@ class Training:
     device: torch.device
     tokenizer: PreTrainedTokenizerBase
     checkpoints: Checkpoints
-    describe: Describe
     show: Show
     policy_version: int
     history: History
     records: RecordFile = field(init=False)
+    groups: Groups = field(init=False)
     stopping: bool = field(default=False, init=False)
     _num_groups: int = field(default=0, init=False)
-    _num_lost: int = field(default=0, init=False)
+    _has_lost_records: bool = field(default=False, init=False)
     _num_failed: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.groups = self.data.groups
 
     def run(self) -> bool:
         """Train to the end; return False if a signal ended the run before.
@@ -137,7 +163,7 @@ class Training:
         while len(batch) < self.config.learner.groups_per_step and (prompt := self.stream.take()) is not None:
             number = self._num_groups = self._num_groups + 1  # a group may come twice in a batch, between two passes
             trajectories = tuple(
-                _tagged(trajectory, number, self.policy_version) for trajectory in self.data.groups[prompt.item_index]
+                _tagged(trajectory, number, self.policy_version) for trajectory in self.groups[prompt.item_index]
             )
             source = prompt.item.source
             batch.append(Group(number, self.policy_version, trajectories, source, prompt.epoch, prompt.item_index))
@@ -160,8 +186,11 @@ class Training:
             "kind": "step",
             "policy_version": self.policy_version,
             "epoch": max(group.epoch for group in batch),
-            **self.describe(batch, {**result.numbers, **result.measured}),
+            "behaviour_loss": _behaviour_loss(batch),
             "step_s": time.monotonic() - started_s,
+            **batch_numbers(batch),
+            **result.numbers,
+            **result.measured,
         }
         self._append(record)
         print(f"step {self.policy_version}/{self.config.learner.num_train_steps}: {self.show(record)}", flush=True)  # noqa: T201 - users read this line
@@ -178,9 +207,9 @@ class Training:
         try:
             self.records.append(msgspec.json.encode(record) + b"\n")
         except OSError as error:
-            self._num_lost += 1
-            if self._num_lost == 1:
+            if not self._has_lost_records:
                 _say(f"the disk refuses records ({error.strerror}): the training goes on without; free some disk")
+            self._has_lost_records = True
 
     def _save(self) -> None:
         """Copy the state, and begin to write a checkpoint."""
@@ -214,9 +243,18 @@ def run_to_end(training: Training) -> int:
     finally:
         training.checkpoints.wait()
         training.records.close()
-    newest = checkpoint_path(training.checkpoints.folder, training.policy_version)
-    print(f"{newest / 'model'}" if done else f"stopped at step {training.policy_version}; go on with --resume")  # noqa: T201
+    if done:
+        print(checkpoint_path(training.checkpoints.folder, training.policy_version) / "model")  # noqa: T201
+    else:
+        print(f"stopped at step {training.policy_version}; go on with --resume run.folder={training.folder}")  # noqa: T201
     return 0 if done else 130
+
+
+def _behaviour_loss(batch: Sequence[Group]) -> float:
+    """Return the mean of - log behaviour over the policy's tokens; 0 for demonstrations, which have no logprobs."""
+    trajectories = [trajectory for group in batch for trajectory in group.trajectories]
+    logprobs = [each.completion.behaviour_logprobs[policy_tokens(each).numpy()] for each in trajectories]
+    return -float(np.concatenate(logprobs).mean(dtype=np.float64))
 
 
 def _tagged(trajectory: Trajectory, group_id: int, version: int) -> Trajectory:

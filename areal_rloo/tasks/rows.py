@@ -74,7 +74,7 @@ class RowsTask(RowTask):
         if not source.rewards or any(reward.task == source.task for reward in source.rewards):
             raise SourceError(
                 "task: rows has no reward of its own; name one under rewards, for example "
-                "rewards: [{function: my_rewards.py:score}]"
+                "rewards: [{function: my_rewards.py:score}]; for areal-rloo sft, take the task demonstrations"
             )
 
     def reward(self, completion: str, item: Item) -> float:
