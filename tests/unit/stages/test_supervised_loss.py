@@ -140,11 +140,11 @@ def test_held_out_numbers_are_those_of_a_plain_loop(row_tokens: int, tiny_folder
 
 
 def _greedy(model: torch.nn.Module, example: Trajectory) -> Trajectory:
-    """An example whose completion is the greedy one."""
+    """An example whose completion is the greedy one, also where a user wrote."""
     tokens = example.prompt_tokens.tolist()
     for _ in range(4):
         with torch.no_grad():
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
     new = np.array(tokens[len(example.prompt_tokens) :], np.int32)
-    completion = Completion(new, np.zeros(4, np.float32), np.zeros(4, np.int32), "stop")
+    completion = Completion(new, np.zeros(4, np.float32), np.zeros(4, np.int32), "stop", (1, 2, 1))
     return msgspec.structs.replace(example, completion=completion)
