@@ -39,6 +39,8 @@ PROGRAMS = {
     "replay": Program("areal_rloo.replay.__main__", "repeat recorded train steps"),
     "evaluate": Program("areal_rloo.stages.evaluate", "measure a model on evaluation sets: pass@k, maj@k, intervals"),
     "generate": Program("areal_rloo.stages.generate", "write samples with logprobs and rewards to a file"),
+    "sft": Program("areal_rloo.stages.sft", "train a model on demonstrations, or on samples of a teacher"),
+    "offline": Program("areal_rloo.stages.offline", "train on saved samples, without workers, for debugging"),
     "export": Program("areal_rloo.stages.export", "copy the model of a checkpoint, with a model card"),
     "completion": Program("areal_rloo.completion", "print the completion script of a shell"),
 }

@@ -4,5 +4,8 @@
 - `source`: the config and the model that a command line names: a config, or a run folder with a checkpoint.
 - `evaluate`: measures a model on the evaluation sets of a config.
 - `generate`: writes samples of the train prompts, with tokens, logprobs and rewards, to a file.
+- `sft`: trains on demonstrations, with `examples` for the token ids. `offline`: trains on saved samples, of which
+  `saved_samples` reads the rows. Both are a `training` in this process, which `begin` starts or resumes; `held_out`
+  measures a policy.
 - `export`: copies the model of a checkpoint, with a model card.
 """

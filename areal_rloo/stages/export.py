@@ -21,6 +21,7 @@ from areal_rloo.stages.source import checkpoint_of
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import EvalRecord
 
+_OF_RL = ("algorithm", "prompts", "rollout")
 _DESCRIPTION = """\
 Copy the model of a checkpoint into a new folder in Hugging Face format, with a model card.
 
@@ -63,6 +64,7 @@ def export(run_folder: Path, step: int | None, target: Path) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise PreflightError(f"argument '--to': expected an empty or a new folder, got {target}")
     config = load_config(str(checkpoint / "config.yaml"))
+    supervised = (run_folder / "sft.jsonl").exists()
     records = [record for record in read_records(run_folder / "metrics.jsonl") if isinstance(record, EvalRecord)]
     unfinished = target.with_name(f".{target.name}.unfinished")
     try:
@@ -70,7 +72,8 @@ def export(run_folder: Path, step: int | None, target: Path) -> None:
         unfinished.mkdir(parents=True)
         for path in sorted((checkpoint / "model").iterdir()):
             shutil.copyfile(path, unfinished / path.name)
-        (unfinished / "README.md").write_text("\n".join(card(config, version, records)) + "\n", encoding="utf-8")
+        lines = card(config, version, records, supervised=supervised)
+        (unfinished / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
         for path in unfinished.iterdir():
             use_umask(path)
             flush_to_disk(path)
@@ -84,21 +87,25 @@ def export(run_folder: Path, step: int | None, target: Path) -> None:
         ) from error
 
 
-def card(config: Config, version: int, records: Sequence[EvalRecord]) -> Iterator[str]:
+def card(config: Config, version: int, records: Sequence[EvalRecord], *, supervised: bool = False) -> Iterator[str]:
     """Give the lines of the model card: how the model was trained, and how it did in evaluations.
 
     Args:
         config: of the checkpoint.
         version: of the checkpoint.
         records: the evaluations of the run; those of later versions are left out.
+        supervised: by `areal-rloo sft`, which reads no options of RL.
     """
     algorithm, learner, sampling = config.algorithm, config.learner, config.rollout.sampling
-    head: dict[str, object] = {"tags": ["areal-rloo", "reinforcement-learning", algorithm.preset]}
+    head: dict[str, object] = {
+        "tags": ["areal-rloo", *(["sft"] if supervised else ["reinforcement-learning", algorithm.preset])]
+    }
     if config.model.path != "tiny" and not Path(config.model.path).exists():
         head |= {"base_model": config.model.path}
     yield f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n"
     yield f"# {config.run.name}, step {version}\n"
-    yield f"Trained by reinforcement learning with areal_rloo, from `{config.model.path}`.\n"
+    method = "supervised fine-tuning" if supervised else "reinforcement learning"
+    yield f"Trained by {method} with areal_rloo, from `{config.model.path}`.\n"
     yield "| setting | value |\n|---|---|"
     sources = ", ".join(source.hub or source.path or source.task for source in config.data.train_sources)
     rows = {
@@ -114,6 +121,9 @@ def card(config: Config, version: int, records: Sequence[EvalRecord]) -> Iterato
         "model.dtype": config.model.dtype,
         "run.seed": config.run.seed,
     }
+    if supervised:
+        rows = {name: value for name, value in rows.items() if not name.startswith(_OF_RL)}
+        rows["examples of a step"] = learner.groups_per_step
     for name, value in rows.items():
         yield f"| {name} | {value} |"
     measured = [record for record in records if record.policy_version <= version]

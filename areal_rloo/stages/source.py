@@ -57,10 +57,7 @@ def parse(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace,
     if options.run_folder is not None and is_override(str(options.run_folder)) and not options.run_folder.exists():
         rest = [str(options.run_folder), *rest]  # an override
         options.run_folder = None
-    for argument in rest:
-        if not is_override(argument):
-            raise ConfigError(f"argument '{shown(argument)}': expected {EXPECTED}; see --help")
-    check_unique(rest)
+    checked_overrides(rest)
     if (options.run_folder is None) == (options.config is None):
         raise ConfigError("expected either a RUN_FOLDER or --config X.yaml; see --help")
     if options.run_folder is None:
@@ -68,6 +65,15 @@ def parse(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace,
             raise ConfigError("argument '--step': expected with a RUN_FOLDER, whose checkpoint it names")
         return options, Source(_with_tiny(load_config(options.config, rest)), None, 0)
     return options, of_run(options.run_folder, options.step, rest)
+
+
+def checked_overrides(words: Sequence[str]) -> Sequence[str]:
+    """Return words that are all overrides, of different keys; raise ConfigError otherwise."""
+    for word in words:
+        if not is_override(word):
+            raise ConfigError(f"argument '{shown(word)}': expected {EXPECTED}; see --help")
+    check_unique(words)
+    return words
 
 
 def of_run(run_folder: Path, step: int | None, overrides: Sequence[str] = ()) -> Source:

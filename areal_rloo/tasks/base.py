@@ -41,8 +41,12 @@ class Task(ABC):
         return None
 
     def demonstration(self, item: Item) -> str:
-        """Return a correct completion, for few-shot prompts."""
+        """Return a correct completion, for few-shot prompts and `areal-rloo sft`."""
         return item.answer
+
+    def turns(self, item: Item) -> Sequence[Message]:
+        """Return the messages after the prompt for `areal-rloo sft`, which learns those of the assistant."""
+        return (Message("assistant", self.demonstration(item)),)
 
 
 class LazyItems(Sequence[Item]):

@@ -86,6 +86,10 @@ class ChatFormat:
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         return [*ids, int(self._tokenizer.eos_token_id)] if end else list(ids)
 
+    def turn(self, message: Message) -> list[int]:
+        """Encode a message of the assistant as if the policy wrote the message, with calls and the end of turn."""
+        return self.encode(_with_calls(message), end=True)
+
     def text(self, tokens: Sequence[int]) -> str:
         """Decode tokens without special tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))

@@ -58,7 +58,7 @@ class RowTask(Task):
         """Read the source's file, else the source's dataset, else the task's dataset."""
         source = self._source
         if source.path is not None:
-            return _from_file(source.path, source.fields)
+            return rows_of_file(source.path, source.fields)
         name = self.dataset(split)
         if name is None:
             raise SourceError(f"path: the task {source.task} needs a file or a hub dataset; set path or hub")
@@ -74,29 +74,43 @@ class RowsTask(RowTask):
         if not source.rewards or any(reward.task == source.task for reward in source.rewards):
             raise SourceError(
                 "task: rows has no reward of its own; name one under rewards, for example "
-                "rewards: [{function: my_rewards.py:score}]"
+                "rewards: [{function: my_rewards.py:score}]; for areal-rloo sft, take the task demonstrations"
             )
 
     def reward(self, completion: str, item: Item) -> float:
         raise AssertionError("a source that asks for this is refused when the task is made")
 
     def item(self, row: Row, where: str) -> Item:
-        prompt = row.get("prompt")
-        answer = "" if row.get("answer") is None else row["answer"]
-        if isinstance(prompt, list):
-            try:
-                messages = msgspec.convert(prompt, tuple[Message, ...])
-            except msgspec.ValidationError as error:
-                expected = "expected messages of role and content in the field 'prompt'"
-                raise DataError(f"{where}: {expected}: {error}") from error
-            if not messages or messages[-1].role == "assistant":
-                raise DataError(f"{where}: expected a conversation that the policy can continue in the field 'prompt'")
-            return Item(messages, str(answer), fields=row)
-        if not isinstance(prompt, str) or not prompt:
-            got = type(prompt).__name__ if "prompt" in row else f"the fields {', '.join(map(str, row))}"
-            got = "an empty text" if prompt == "" else got
-            raise DataError(f"{where}: expected a text or messages in the field 'prompt', got {got}")
-        return Item(prompt, str(answer), fields=row)
+        prompt = prompt_of(row, where)
+        return Item(prompt, "" if row.get("answer") is None else str(row["answer"]), fields=row)
+
+
+def prompt_of(row: Row, where: str) -> str | tuple[Message, ...]:
+    """Return the field 'prompt' of a row: a text, or messages that the policy can continue.
+
+    Raises:
+        DataError: the field is absent or something else; names the place.
+    """
+    prompt = row.get("prompt")
+    if isinstance(prompt, list):
+        messages = messages_of(row, "prompt", where)
+        if not messages or messages[-1].role == "assistant":
+            raise DataError(f"{where}: expected a conversation that the policy can continue in the field 'prompt'")
+        return messages
+    if not isinstance(prompt, str) or not prompt:
+        got = type(prompt).__name__ if "prompt" in row else f"the fields {', '.join(map(str, row))}"
+        got = "an empty text" if prompt == "" else got
+        raise DataError(f"{where}: expected a text or messages in the field 'prompt', got {got}")
+    return prompt
+
+
+def messages_of(row: Row, field: str, where: str) -> tuple[Message, ...]:
+    """Return a field of a row as messages; raise DataError if they are something else."""
+    try:
+        return msgspec.convert(row[field], tuple[Message, ...])
+    except msgspec.ValidationError as error:
+        expected = f"expected messages of role and content in the field '{field}'"
+        raise DataError(f"{where}: {expected}: {error}") from error
 
 
 def _from_hub(name: str, hub_split: str, fields: Mapping[str, str], key: str) -> Iterator[Located]:
@@ -125,7 +139,7 @@ def _from_hub(name: str, hub_split: str, fields: Mapping[str, str], key: str) ->
         yield where, renamed
 
 
-def _from_file(path: str, fields: Mapping[str, str]) -> Iterator[Located]:
+def rows_of_file(path: str, fields: Mapping[str, str]) -> Iterator[Located]:
     """Yield the rows of a file in order, each with a place: `file:line`, or `file: row n` for json and parquet."""
     file = Path(path)
     reader = _READERS.get(file.suffix)
