@@ -24,7 +24,7 @@ MEASURED, ALGORITHMS, LEARNER, GPU = (
 
 def _table(title: str, document: str = MEASURED) -> list[list[str]]:
     """Return the cells of the first table under a heading, without the header."""
-    section = re.search(rf"^### {re.escape(title)}\n(.*?)(?=^##|\Z)", document, re.MULTILINE | re.DOTALL)
+    section = re.search(rf"^##+ {re.escape(title)}\n(.*?)(?=^##|\Z)", document, re.MULTILINE | re.DOTALL)
     assert section, title
     rows = [line for line in section.group(1).splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
