@@ -39,7 +39,7 @@ A step takes learner.groups_per_step examples. data.eval are held-out examples.
 
 examples:
   areal-rloo sft --config gsm8k_rloo.yaml data.num_epochs=3 learner.num_train_steps=auto
-  areal-rloo sft --config my.yaml data.train={task: demonstrations, path: chats.jsonl} run.folder=runs/chats
+  areal-rloo sft --config my.yaml 'data.train={task: demonstrations, path: chats.jsonl}' run.folder=runs/chats
   areal-rloo sft --config my.yaml run.folder=runs/chats --resume"""
 
 

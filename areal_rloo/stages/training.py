@@ -232,6 +232,7 @@ class Training:
 def run_to_end(training: Training) -> int:
     """Run a training; print the folder of the model, and return the exit code."""
     training.stop_on_signals()
+    print(f"run folder: {training.folder}", flush=True)  # noqa: T201 - users read this line
     last = training.config.learner.num_train_steps
     if training.policy_version >= last:
         print(f"nothing is left to train: raise learner.num_train_steps={last} to go on")  # noqa: T201

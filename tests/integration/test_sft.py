@@ -10,7 +10,7 @@ from test_stages import command
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import EvalRecord
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.rare]  # test_supervised_loss.py and others try the parts
 
 SUMS = ("--config", "quickstart.yaml", "model.tiny.warm_start=null", "data.eval.num_prompts=50")
 LEARN = (
