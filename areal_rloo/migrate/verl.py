@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from areal_rloo.migrate.rules import (
@@ -31,13 +32,25 @@ from areal_rloo.migrate.rules import (
 )
 
 _TRAIN, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_PROMPTS = "the rows of verl's prepared parquet; of the original set if this host has no such file"
 _GPUS_EACH_HALF = "verl's processes learn and generate in turns on all GPUs; half of them learn here, half generate"
 
 
 def _sources(value: Any, given: Given) -> Any:
     names = value if isinstance(value, list) else [value]
-    found = [source(name) for name in names]
+    found = [_source(str(name), given) for name in names]
     return found[0] if len(found) == 1 else found
+
+
+def _source(path: str, given: Given) -> Options:
+    """Read prepared parquet as it is, with verl's prompts; a known set that this host lacks from the hub."""
+    found = source(path)
+    task, prompt = found["task"], given.get("data.prompt_key", "prompt")
+    if not path.endswith(".parquet") or not (task == "rows" or Path(path).is_file()):
+        return found
+    fields = {"answer": "reward_model.ground_truth"} | ({} if prompt == "prompt" else {"prompt": str(prompt)})
+    known = {} if task == "rows" else {"name": task, "rewards": [{"task": task}]}
+    return {"task": "rows", "path": path, "fields": fields, **known}
 
 
 def _num_minibatches(given: Given) -> int:
@@ -225,10 +238,8 @@ RULES: Mapping[str, Rule] = {
     "algorithm.filter_groups.enable": made(lambda value, given: {"algorithm.min_reward_std": 1e-6} if value else {}),
     "algorithm.filter_groups.max_num_gen_batches": to("algorithm.max_filtered_batches"),
     "algorithm.rollout_correction.*": by_hand("algorithm.loss.behaviour_weight; docs/algorithms.md has the names"),
-    "data.train_files": made(
-        lambda value, given: {"data.train": _sources(value, given)}, "prompts of the original set"
-    ),
-    "data.val_files": made(lambda value, given: {"data.eval": _sources(value, given)}, "prompts of the original set"),
+    "data.train_files": made(lambda value, given: {"data.train": _sources(value, given)}, _PROMPTS),
+    "data.val_files": made(lambda value, given: {"data.eval": _sources(value, given)}, _PROMPTS),
     "data.train_batch_size": to("learner.groups_per_step"),
     "data.val_batch_size": absent("an evaluation has all prompts; data.eval.num_prompts limits them"),
     "data.max_prompt_length": to("data.max_prompt_tokens"),
@@ -244,7 +255,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "data.shuffle": choice({True: {}}, "prompts are shuffled in every epoch"),
     "data.seed": to("run.seed"),
-    "data.prompt_key": by_hand("data.train.fields maps the field"),
+    "data.prompt_key": absent("with the files: data.train.fields"),
     "data.reward_fn_key": by_hand("data.train.rewards"),
     "data.train_max_samples": made(partial(_limit, "data.train")),
     "data.val_max_samples": made(partial(_limit, "data.eval")),

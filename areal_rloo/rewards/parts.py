@@ -22,7 +22,7 @@ import msgspec
 
 from areal_rloo.config import Config, ConfiguredSource, DataConfig, RewardConfig, import_function
 from areal_rloo.decoding import from_msgpack
-from areal_rloo.errors import ConfigError, RewardError
+from areal_rloo.errors import ConfigError, DataError, RewardError
 from areal_rloo.models.folder import check_model_folder
 from areal_rloo.rewards.async_pool import AsyncRewardPool
 from areal_rloo.rewards.functions import FunctionReward, is_async
@@ -106,7 +106,7 @@ def check_rewards(data: DataConfig, looked: Looked) -> None:
         if config.function is not None:
             _check_function(f"{part.key}.function", config.function, part.purpose, looked.get(part.source_key, ()))
         if config.task is not None:
-            part.make_task(seed=0)
+            _check_answers(part, looked.get(part.source_key, ()))
         if config.model is not None:
             check_model_folder(
                 f"{part.key}.model",
@@ -114,6 +114,18 @@ def check_rewards(data: DataConfig, looked: Looked) -> None:
                 else_expected="a model folder or a hub name (org/name)",
                 files="a sequence classification model",
             )
+
+
+def _check_answers(part: RewardPart, items: Sequence[Item]) -> None:
+    """Check that the task can read the answers of the items, unless the items are the task's own."""
+    task = part.make_task(seed=0)
+    if part.config.task == part.source.task:
+        return
+    for item in items:
+        try:
+            task.check_answer(item)
+        except DataError as error:
+            raise DataError(f"{part.key}.task: {part.config.task}: {error}") from error
 
 
 def _check_function(key: str, path: str, purpose: Purpose, items: Sequence[Item]) -> None:
