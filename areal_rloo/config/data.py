@@ -69,7 +69,9 @@ class ConfiguredSource(Section, frozen=True):
     parameters: dict[str, Any] = msgspec.field(default_factory=dict)  # of the task; see docs/tasks.md
     num_prompts: PositiveInt | None = None  # keep the first n; null: all
     few_shot: FewShotConfig | None = None  # worked examples before every prompt; null: none
-    rewards: tuple[RewardConfig, ...] = ()  # parts whose weighted sum is the reward; empty: the reward of the task
+    # Parts whose weighted sum is the reward; empty: the reward of the task. A set of data.eval without this key has the
+    # rewards of the train sources of the same task, if they agree.
+    rewards: tuple[RewardConfig, ...] = ()
 
     @property
     def label(self) -> str:

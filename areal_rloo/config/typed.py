@@ -1,6 +1,7 @@
 """Give the tree of a config the types of the structs. Each mistake names the place, the key and the value.
 
-tree ─► null, `auto` and `Plain` as the type of the key says ─► unknown keys refused ─► structs ─► `validate` ─► limits
+tree ─► null, `auto` and `Plain` as the type of the key says ─► unknown keys refused ─► rewards of evaluation sets
+     ─► structs ─► `validate` ─► limits
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from areal_rloo.config.inherited import fill_rewards
 from areal_rloo.config.other_names import ABSENT, OURS
 from areal_rloo.config.reading import Plain, bounded
 from areal_rloo.config.schema import Config, validate
@@ -45,6 +47,7 @@ def typed(tree: dict[str, Any], source_of: SourceOf) -> Config:
         ConfigError: a key is unknown, or a value has a wrong type, range or meaning.
     """
     clean = _Cleaner(source_of).section(tree, Config, "")
+    fill_rewards(clean)
     try:
         config = msgspec.convert(clean, Config)
     except msgspec.ValidationError as error:
