@@ -102,8 +102,9 @@ class DataConfig(Section, frozen=True):
     num_epochs: PositiveInt | None = None  # passes over the prompts; null: as many as learner.num_train_steps needs
     deduplicate: bool = False  # remove repeated train prompts, and train prompts of an evaluation set
     max_prompt_tokens: Tokens = 512  # longest prompt
-    # A longer prompt ends the start, or is left out, or keeps its last tokens (the question).
-    overlong_prompts: Literal["error", "filter", "truncate"] = "error"
+    # A longer prompt ends the start (error) or is left out (filter); or it loses tokens on the left, the right, or in the
+    # middle. On the right is the start of the policy's turn.
+    overlong_prompts: Literal["error", "filter", "truncate_left", "truncate_right", "truncate_middle"] = "error"
     system_prompt: str | None = None  # first message of every chat; null: none
     chat_template: bool | None = None  # write prompts as a chat; null: if the tokenizer has a template
 

@@ -92,7 +92,7 @@ def defaults(given: Given) -> Options:
             "rollout.sampling.top_p": 0.9,
             "rollout.sampling.top_k": 50,
             "rollout.sampling.allow_truncated": True,
-            "data.overlong_prompts": "truncate",
+            "data.overlong_prompts": "truncate_left",
         }
     if "per_device_train_batch_size" not in given:
         options |= batch(8, given)
@@ -274,7 +274,10 @@ RULES: Mapping[str, Rule] = {
     "max_length": by_hand("data.max_prompt_tokens limits the prompt alone"),
     "max_prompt_length": to("data.max_prompt_tokens"),
     "truncation_strategy": choice(
-        {"delete": {"data.overlong_prompts": "filter"}, "left": {"data.overlong_prompts": "truncate"}}
+        {
+            "delete": {"data.overlong_prompts": "filter"},
+            **{side: {"data.overlong_prompts": f"truncate_{side}"} for side in ("left", "right")},
+        }
     ),
     "temperature": to("rollout.sampling.temperature"),
     "top_p": made(partial(_truncated, "top_p")),

@@ -386,9 +386,8 @@ RULES: Mapping[str, Rule] = {
 
 
 def _truncation(given: Given) -> str:
-    """verl's `left` keeps the end of a prompt, as our `truncate`."""
-    names = {"error": "error", "left": "truncate"}
+    names = {"error": "error", **{side: f"truncate_{side}" for side in ("left", "right", "middle")}}
     value = given.get("data.truncation", "error")
     if value not in names:
-        raise UnreadableError("data.truncation: expected error or left; ours keeps the end of a prompt")
+        raise UnreadableError(f"data.truncation: expected one of {', '.join(names)}")
     return names[value]
