@@ -12,7 +12,7 @@
 - `areal`: translates AReaL's spelling of norms and rejection sampling.
 - `options`: every option as data, with the comments of the structs as meanings; `__main__` is `areal-rloo config`.
 - `other_names`: names of options in other systems, for the hint of an unknown key.
-- `inherited`: gives evaluation sets the rewards of the train sources.
+- `filled`: gives evaluation sets the rewards of the train sources, and reads a chat template.
 - `imports`: imports functions and classes of the user by path.
 """
 

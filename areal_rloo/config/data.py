@@ -102,11 +102,13 @@ class DataConfig(Section, frozen=True):
     num_epochs: PositiveInt | None = None  # passes over the prompts; null: as many as learner.num_train_steps needs
     deduplicate: bool = False  # remove repeated train prompts, and train prompts of an evaluation set
     max_prompt_tokens: Tokens = 512  # longest prompt
-    # A longer prompt ends the start (error) or is left out (filter); or it loses tokens on the left, the right, or in the
-    # middle. On the right is the start of the policy's turn.
+    # A longer prompt ends the start (error), or is left out (filter), or loses tokens on the left, in the middle, or on
+    # the right, where the policy's turn starts.
     overlong_prompts: Literal["error", "filter", "truncate_left", "truncate_right", "truncate_middle"] = "error"
     system_prompt: str | None = None  # first message of every chat; null: none
-    chat_template: bool | None = None  # write prompts as a chat; null: if the tokenizer has a template
+    # Write prompts as a chat: true, by the template of the tokenizer; a file (path.jinja) or a text, by this template;
+    # null, if the tokenizer has a template. The resolved config has the text, and a resume refuses another.
+    chat_template: bool | str | None = None
 
     @property
     def train_sources(self) -> tuple[SourceConfig, ...]:

@@ -38,9 +38,19 @@ class Change(NamedTuple):
     rule: Rule
 
     @property
+    def both(self) -> tuple[str, str]:
+        """Both values, each shortened; the second with the place of the difference, if this is beyond."""
+        before, now = shown(self.before), shown(self.now)
+        if before != now:
+            return before, now
+        texts = enumerate(zip(f"{_text(self.before)}\0", f"{_text(self.now)}\0", strict=False), start=1)
+        place = next(place for place, (one, other) in texts if one != other)
+        return before, f"{now} (different from character {place} on)"
+
+    @property
     def values(self) -> str:
-        """Both values, each shortened."""
-        return f"{shown(self.before)} -> {shown(self.now)}"
+        """Both values in a line."""
+        return " -> ".join(self.both)
 
     def line(self, version: int) -> str:
         """Describe the change for the terminal and the logs; `version`: of the checkpoint."""
@@ -58,9 +68,12 @@ def changes(before: Config, now: Config) -> list[Change]:
 
 def shown(value: Any) -> str:
     """Write a value for a line, shortened."""
-    text = value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else json.dumps(value)
-    text = " ".join(text.split()) or "''"
+    text = " ".join(_text(value).split()) or "''"
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else json.dumps(value)
 
 
 def rules() -> dict[str, Rule]:

@@ -1,6 +1,6 @@
 """Give the tree of a config the types of the structs. Each mistake names the place, the key and the value.
 
-tree ─► null, `auto` and `Plain` as the type of the key says ─► unknown keys refused ─► rewards of evaluation sets
+tree ─► null, `auto` and `Plain` as the type of the key says ─► unknown keys refused ─► values filled in
      ─► structs ─► `validate` ─► limits
 """
 
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from areal_rloo.config.inherited import fill_rewards
+from areal_rloo.config.filled import fill_rewards, fill_template
 from areal_rloo.config.other_names import ABSENT, OURS
 from areal_rloo.config.reading import Plain, bounded
 from areal_rloo.config.schema import Config, validate
@@ -48,6 +48,10 @@ def typed(tree: dict[str, Any], source_of: SourceOf) -> Config:
     """
     clean = _Cleaner(source_of).section(tree, Config, "")
     fill_rewards(clean)
+    try:
+        fill_template(clean)
+    except ConfigError as error:
+        raise ConfigError(f"{source_of('data.chat_template')}: {error}") from error
     try:
         config = msgspec.convert(clean, Config)
     except msgspec.ValidationError as error:

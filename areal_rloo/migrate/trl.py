@@ -253,6 +253,7 @@ RULES: Mapping[str, Rule] = {
     "dataset_*": by_hand("data.train.hub, data.train.hub_split, data.train.fields"),
     "split_dataset_ratio": by_hand("data.eval names an evaluation set"),
     "system": made(_system),
+    "chat_template_path": to("data.chat_template"),
     "reward_funcs": _REWARDS,
     "reward_model*": by_hand("data.train.rewards=[{model: PATH}]"),
     "reward_weights": by_hand("each part in data.train.rewards has a weight"),

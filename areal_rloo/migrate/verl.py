@@ -262,6 +262,7 @@ RULES: Mapping[str, Rule] = {
     **each("return_raw_chat return_raw_input_ids return_full_prompt dataloader_num_workers", DEFAULT, "data."),
     **each("apply_chat_template_kwargs.* custom_cls.* sampler.* image_key", by_hand("changes the prompts"), "data."),
     "actor_rollout_ref.model.path": to("model.path"),
+    "actor_rollout_ref.model.custom_chat_template": to("data.chat_template"),
     "actor_rollout_ref.model.use_remove_padding": DEFAULT,
     "actor_rollout_ref.model.enable_gradient_checkpointing": to("learner.gradient_checkpointing"),
     **each("lora_rank lora.rank", made(_lora), "actor_rollout_ref.model."),

@@ -21,7 +21,7 @@ from typing import Any, TypedDict
 import msgspec
 
 from areal_rloo.config import Config, ConfiguredSource, DataConfig, RewardConfig, import_function
-from areal_rloo.config.inherited import takes_rewards_of_train
+from areal_rloo.config.filled import takes_rewards_of_train
 from areal_rloo.decoding import from_msgpack
 from areal_rloo.errors import ConfigError, DataError, ModelError, RewardError
 from areal_rloo.models.folder import check_model_folder

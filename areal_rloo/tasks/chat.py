@@ -39,15 +39,18 @@ class ChatFormat:
         """Take a transformers tokenizer, and the functions that the policy may call.
 
         Raises:
-            DataError: the tokenizer lacks the requested template, or the template refuses tool results or does not end.
+            DataError: the tokenizer lacks the requested template; or the template refuses tool results or does not end;
+                or the template of the config writes no chat.
         """
-        has_template = tokenizer.chat_template is not None
+        self._own_template = data.chat_template if isinstance(data.chat_template, str) else None
+        self._template = "the model's template" if self._own_template is None else "the template"
+        has_template = self._own_template is not None or tokenizer.chat_template is not None
         if data.chat_template and not has_template:
             raise DataError("data.chat_template: true, but the model's tokenizer has no chat template; set it to null")
         self._tokenizer = tokenizer
         self._system_prompt = data.system_prompt
         self._tools = list(tools)
-        self.uses_template = has_template if data.chat_template is None else data.chat_template
+        self.uses_template = has_template if data.chat_template is None else bool(data.chat_template)
         self._special_ids = frozenset(tokenizer.all_special_ids)
         if self.uses_template:
             self._check_that_template_ends()
@@ -98,22 +101,26 @@ class ChatFormat:
         conversation = [_for_template(message) for message in messages]
         try:
             options = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": True}
-            text = str(self._tokenizer.apply_chat_template(conversation, **options))
+            own = {} if self._own_template is None else {"chat_template": self._own_template}
+            text = str(self._tokenizer.apply_chat_template(conversation, **options, **own))
         except Exception as error:  # a template is a program of the model
             roles = ", ".join(message.role for message in messages)
-            refusal = f"the model's template refuses the roles {roles}: {first_line(error)}"
+            refusal = f"{self._template} refuses the roles {roles}: {first_line(error)}"
             raise DataError(f"data.chat_template: {refusal}; set it to false for plain prompts") from error
         if len(text) > _MOST_CHARACTERS:
-            size = f"the model's template makes {len(text)} characters of {len(messages)} messages"
+            size = f"{self._template} makes {len(text)} characters of {len(messages)} messages"
             raise DataError(f"data.chat_template: {size}, expected at most {_MOST_CHARACTERS}; set it to false")
         return text
 
     def _check_that_template_ends(self) -> None:
-        """Render a few words. A template is a program of the model, and later renderings have no deadline."""
+        """Render a few words. A template is a program, and later renderings have no deadline."""
         probe = on_daemon_thread(lambda: self._rendered(_PROBE, self._tools), name="probe of the chat template")
         if not wait([probe], _PROBE_S).done:
-            refusal = f"the model's template did not render three short messages within {_PROBE_S:g} s"
+            refusal = f"{self._template} did not render three short messages within {_PROBE_S:g} s"
             raise DataError(f"data.chat_template: {refusal}; set it to false for plain prompts")
+        if self._own_template is not None and any(said.content not in probe.result() for said in _PROBE):
+            refusal = f"expected a template that writes every message, got {probe.result()[:200]!r} for a short chat"
+            raise DataError(f"data.chat_template: {refusal}; correct the template")
 
 
 def _plain(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:

@@ -215,6 +215,12 @@ BY_HAND = [
     ("algorithm.group_filter=os:nothing", "algorithm.group_filter: os has no function 'nothing'"),
     ("rollout.episode.type=os:system", "rollout.episode.type: expected a class with an async method run()"),
     ("rollout.episode.type=agent & rollout.episode.agent=no:f", "rollout.episode.agent: no cannot be imported"),
+    (
+        "data.overlong_prompts=truncate",
+        "data.overlong_prompts: expected one of error, filter, truncate_left, truncate_r",
+    ),
+    ("data.chat_template=no.jinja", "data.chat_template: no.jinja: cannot be read: [Errno 2] No such file"),
+    ("data.chat_template=5", "data.chat_template: expected bool or str or null, got int; the value is 5"),
     # keys
     ("learner.lr=1e-5", "unknown key 'learner.lr'; did you mean 'learner.optimizer.learning_rate'?"),
     ("data.eval=[]", "data.eval: expected at least one source, got an empty list; leave the key out, or null"),
