@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from areal_rloo.config.episode import SourceEpisodeConfig, episode_mistakes
+from areal_rloo.config.rollout import SamplingConfig
 from areal_rloo.config.section import (
     LEAST_TEMPERATURE,
     Count,
@@ -72,6 +74,12 @@ class ConfiguredSource(Section, frozen=True):
     # Parts whose weighted sum is the reward; empty: the reward of the task. A set of data.eval without this key has the
     # rewards of the train sources of the same task, if they agree.
     rewards: tuple[RewardConfig, ...] = ()
+    # In place of rollout.episode; null: rollout.episode. data.eval takes it from data.train, as rewards.
+    episode: SourceEpisodeConfig | None = None
+    # Longest completion, all turns together; null: rollout.sampling.max_new_tokens, or for evaluation
+    # evaluation.max_new_tokens; at most as many. data.eval takes it from data.train, as rewards, unless
+    # evaluation.max_new_tokens is set.
+    max_new_tokens: Tokens | None = None
 
     @property
     def label(self) -> str:
@@ -144,6 +152,13 @@ def data_mistakes(data: DataConfig) -> Iterator[str]:
         yield from _labels_mistakes(key, "sources", sources)
     for key, source in (*data.keyed_train_sources, *data.keyed_eval_sources):
         yield from _source_mistakes(key, source)
+    trains = {source.label: source for source in data.train_sources}
+    for key, evaluated in data.keyed_eval_sources:
+        if (train := trains.get(evaluated.label)) is not None and train.episode != evaluated.episode:
+            yield (
+                f"{key}.episode: expected the episode of the source of data.train with the same name "
+                f"'{evaluated.label}', got another; leave it out, or give the set a name"
+            )
     weights = [source.weight for source in data.train_sources]
     if None in weights and any(weight is not None for weight in weights):
         yield (
@@ -163,6 +178,27 @@ def data_mistakes(data: DataConfig) -> Iterator[str]:
             )
 
 
+def limit_mistakes(
+    data: DataConfig, sampling: SamplingConfig, eval_limit: int | None, overlong_tokens: int
+) -> Iterator[str]:
+    """Check `max_new_tokens` of sources; give the text of each error. `eval_limit`: `evaluation.max_new_tokens`."""
+    least, of_run = sampling.min_new_tokens, ("rollout.sampling.max_new_tokens", sampling.max_new_tokens)
+    of_eval = of_run if eval_limit is None else ("evaluation.max_new_tokens", eval_limit)
+    limited = [(key, source.max_new_tokens, of_run) for key, source in data.keyed_train_sources]
+    limited += [(key, source.max_new_tokens, of_eval) for key, source in data.keyed_eval_sources]
+    for key, limit, (name, most) in limited:
+        if limit is not None and limit > most:
+            yield f"{key}.max_new_tokens: expected at most {name}={most}, got {limit}; raise {name}"
+        if limit is not None and limit < least and name == of_run[0]:
+            yield f"{key}.max_new_tokens: expected at least rollout.sampling.min_new_tokens={least}, got {limit}"
+        if limit is not None and overlong_tokens and key.startswith("data.train"):
+            yield (
+                f"algorithm.rewards.overlong_tokens: expected 0 with {key}.max_new_tokens={limit}, got "
+                f"{overlong_tokens}; the penalty is for the last tokens before rollout.sampling.max_new_tokens; leave "
+                "out either of the two"
+            )
+
+
 def _labels_mistakes(key: str, kind: str, parts: Sequence[ConfiguredSource | RewardConfig]) -> Iterator[str]:
     labels = [part.label for part in parts]
     for index, label in enumerate(labels):
@@ -177,6 +213,8 @@ def _source_mistakes(key: str, source: ConfiguredSource) -> Iterator[str]:
         yield f"{key}.hub_split: nothing reads it with a path ({source.path}); leave it out"
     yield from path_mistakes(f"{key}.path", source.path)
     yield from path_mistakes(f"{key}.few_shot.path", source.few_shot.path if source.few_shot is not None else None)
+    if source.episode is not None:
+        yield from episode_mistakes(f"{key}.episode", source.episode)
     yield from _labels_mistakes(f"{key}.rewards", "rewards", source.rewards)
     for index, reward in enumerate(source.rewards):
         given = [name for name in ("task", "function", "url", "model") if getattr(reward, name) is not None]

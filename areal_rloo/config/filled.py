@@ -1,7 +1,8 @@
 """Fill values that follow from others, in the tree of a config before the structs: the resolved config has them.
 
-Evaluation sets get the rewards of the train sources. An empty list in the file stays: the reward of the task alone. The
-path of a chat template becomes the text, so every process of a run, and a later resume, has the same template.
+Evaluation sets get rewards, episode and limit of the train sources. A value in the file stays: an empty list of rewards
+is the reward of the task alone. The path of a chat template becomes the text, so every process of a run, and a later
+resume, has the same template.
 """
 
 from __future__ import annotations
@@ -19,20 +20,22 @@ _MOST_TEMPLATE = 50_000  # characters: half of the limit for all texts of a conf
 Tree = dict[str, Any]
 
 
-def fill_rewards(tree: Tree) -> None:
-    """Fill the absent `rewards` of each evaluation set, if the train sources of the same task agree.
+def fill_sets(tree: Tree) -> None:
+    """Fill absent keys of each evaluation set, if the train sources of the same task agree.
 
     If one of these sources has the name of the set, only this source counts.
     """
-    data = tree.get("data")
+    data, evaluation = tree.get("data"), tree.get("evaluation")
     if not isinstance(data, dict):
         return
+    limited = isinstance(evaluation, dict) and evaluation.get("max_new_tokens") is not None
     for evaluated in _sources(data.get("eval")):
         of_task = [train for train in _sources(data.get("train")) if _task(train) == _task(evaluated)]
         named = [train for train in of_task if _label(train) == _label(evaluated)]
-        rewards = [train.get("rewards") for train in named or of_task]
-        if "rewards" not in evaluated and rewards and rewards[0] and rewards.count(rewards[0]) == len(rewards):
-            evaluated["rewards"] = copy.deepcopy(rewards[0])
+        for key in ("rewards", "episode", *(() if limited else ("max_new_tokens",))):
+            values = [train.get(key) for train in named or of_task]
+            if key not in evaluated and values and values[0] and values.count(values[0]) == len(values):
+                evaluated[key] = copy.deepcopy(values[0])
 
 
 def fill_template(tree: Tree) -> None:

@@ -251,8 +251,9 @@ def check_data_files(situation: Situation) -> Iterator[Finding]:
         if (agent := situation.config.rollout.episode.agent) is not None:
             from areal_rloo.rollout.agent import check_agent  # noqa: PLC0415 - imports aiohttp
 
-            for items in looked.values():
-                check_agent(agent, items)
+            for (_, label), items in looked.items():
+                if situation.config.episode_of(label).agent is not None:
+                    check_agent(agent, items)
         absent = dict.fromkeys(key for key, _ in missing_datasets(situation))  # `check_hub` looks for these
         what = "tasks and rewards are in order" if absent else "files, tasks and rewards are in order"
         yield ok("data", f"{what}; not here yet: {', '.join(absent)}" if absent else what)
@@ -264,8 +265,9 @@ def check_data_files(situation: Situation) -> Iterator[Finding]:
 
 def check_tool_sandbox(situation: Situation) -> Iterator[Finding]:
     """Try the sandbox of the policy's Python on this host."""
-    episode = situation.config.rollout.episode
-    if episode.type != "tool_use" or "python" not in episode.tools:
+    config = situation.config
+    used = (config.rollout.episode, *config.episodes.values())
+    if not any(episode.type == "tool_use" and "python" in episode.tools for episode in used):
         return
     try:
         check_sandbox([situation.folder] if situation.folder is not None else [])

@@ -52,6 +52,25 @@ def test_a_set_has_the_rewards_of_the_train_source(data: dict[str, Any], expecte
     assert load_config(str(tmp_path / "resolved.yaml")) == config
 
 
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, ("multi_turn", 9)),
+        ({"evaluation": {"max_new_tokens": 40}}, ("multi_turn", None)),
+        ({"data": {"eval": {"name": "own", "episode": None, "max_new_tokens": 8}}}, (None, 8)),
+    ],
+)
+def test_a_set_has_the_episode_and_the_limit_of_train(more: dict[str, Any], expected: object, tmp_path: Path) -> None:
+    train = {"episode": {"type": "multi_turn"}, "max_new_tokens": 9}
+    tree = {**more, "data": {"eval": {}, **more.get("data", {}), "train": train}}
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(tree))
+    config = load_config(str(tmp_path / "my.yaml"))
+    (evaluated,) = config.data.eval_sources
+    assert (evaluated.episode and evaluated.episode.type, evaluated.max_new_tokens) == expected
+    (tmp_path / "resolved.yaml").write_text(dump_config(config))
+    assert load_config(str(tmp_path / "resolved.yaml")) == config
+
+
 def test_rewards_of_an_override_reach_the_set(tmp_path: Path) -> None:
     config = _loaded(
         tmp_path, {"eval": [{}, {"name": "own"}]}, f"data.train.rewards={json.dumps([ONE])}", "data.eval.1.rewards=[]"
