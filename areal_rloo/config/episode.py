@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 import msgspec
 
@@ -17,12 +16,13 @@ from areal_rloo.config.section import (
 )
 from areal_rloo.errors import shown
 
+TOOLS = ("calculator", "python")
 BUILT_IN = ("single_turn", "multi_turn", "tool_use", "agent")
 OF_SOURCES = BUILT_IN[:3]  # a sample is a single trajectory with the prompt of its lease
 _READERS = {  # option of an episode: the built-in types that read the option
     "max_turns": ("multi_turn", "tool_use"),
     **dict.fromkeys(("feedback", "success_reward", "turn_discount"), ("multi_turn",)),
-    **dict.fromkeys(("tools", "python"), ("tool_use",)),
+    **dict.fromkeys(("tools", "tool_timeout_s", "python"), ("tool_use",)),
     **dict.fromkeys(("num_agents", "agent_timeout_s", "max_trajectories"), ("agent",)),
 }
 
@@ -45,7 +45,10 @@ class SourceEpisodeConfig(Section, frozen=True):
     feedback: str = "That is not right. Try again."  # multi_turn: user message after a turn with too low a reward
     success_reward: Finite = 1.0  # multi_turn: stop at this reward or more
     turn_discount: Probability = 1.0  # multi_turn: factor on the reward for each turn before the last
-    tools: tuple[Literal["calculator", "python"], ...] = ("calculator",)  # tool_use: the tools that the policy may call
+    # tool_use: the tools that the policy may call: calculator, python, or your functions, module:function or
+    # path/to/file.py:function, with typed arguments and a docstring; see docs/tasks.md.
+    tools: tuple[str, ...] = ("calculator",)
+    tool_timeout_s: Seconds = 60.0  # tool_use: of a call of your function; then the policy gets an error
     python: PythonToolConfig = PythonToolConfig()
 
 
@@ -96,7 +99,13 @@ def episode_mistakes(key: str, episode: SourceEpisodeConfig) -> Iterator[str]:
             yield f"{key}.{name}: nothing reads it with type={episode.type}; leave it out"
     if episode.type == "tool_use" and "python" not in episode.tools and episode.python != defaults.python:
         yield f"{key}.python: nothing reads it with tools={list(episode.tools)}; leave it out, or add python"
-    if len(set(episode.tools)) != len(episode.tools) or not episode.tools:
+    for index, tool in enumerate(episode.tools):
+        if tool not in TOOLS and ":" not in tool:
+            words = f"expected {', '.join(TOOLS)} or your function, as module:function or file.py:function"
+            more = [*episode.tools[:index], f"my_tools.py:{tool}", *episode.tools[index + 1 :]]
+            yield f"{key}.tools.{index}: {words}, got '{shown(tool)}'; for example {key}.tools=[{', '.join(more)}]"
+    names = {tool.rpartition(":")[2] for tool in episode.tools}
+    if len(names) != len(episode.tools) or not episode.tools:
         yield f"{key}.tools: expected different tools, at least one, got {list(episode.tools)}"
 
 

@@ -328,7 +328,7 @@ RULES: Mapping[str, Rule] = {
     f"{_ROLLOUT}.gpu_memory_utilization": absent("of a GPU that also learns; ours are apart"),
     f"{_ROLLOUT}.log_prob_*": absent("the microbatches of the learner"),
     f"{_ROLLOUT}.val_kwargs.*": by_hand("each set in data.eval has num_samples, temperature, top_p and top_k"),
-    f"{_ROLLOUT}.multi_turn.*": by_hand("rollout.episode; see docs/agents.md"),
+    f"{_ROLLOUT}.multi_turn.*": by_hand("rollout.episode.type=tool_use; tools=[FILE.py:FUNCTION]; see docs/tasks.md"),
     **each(
         "enforce_eager free_cache_engine max_num_batched_tokens max_num_seqs max_model_len enable_chunked_prefill "
         "enable_prefix_caching load_format layered_summon dtype mode disable_log_stats data_parallel_size "

@@ -246,6 +246,14 @@ BY_HAND = [
         "data.train.episode={type: multi_turn} & data.eval.episode=null",
         "data.eval.episode: expected the episode of the source of data.train with the same name 'arithmetic', got",
     ),
+    (
+        "rollout.episode={type: tool_use, tools: [calculator, search]}",
+        "rollout.episode.tools.1: expected calculator, python or your function, as module:function or file.py:function"
+        ", got 'search'; for example rollout.episode.tools=[calculator, my_tools.py:search]",
+    ),
+    ("rollout.episode={type: tool_use, tools: ['no.py:f']}", "rollout.episode.tools: no.py cannot be imported"),
+    ("rollout.episode={type: tool_use, tools: ['a:f', 'b:f']}", "rollout.episode.tools: expected different tools"),
+    ("data.train.episode={type: tool_use, tools: ['os:system']}", "data.train.episode.tools: os:system: expected"),
     # keys
     ("learner.lr=1e-5", "unknown key 'learner.lr'; did you mean 'learner.optimizer.learning_rate'?"),
     ("data.eval=[]", "data.eval: expected at least one source, got an empty list; leave the key out, or null"),

@@ -36,6 +36,7 @@ from areal_rloo.rewards import check_rewards
 from areal_rloo.rewards.functions import is_async
 from areal_rloo.rollout.trial import try_own_episode
 from areal_rloo.tasks import check_data
+from areal_rloo.tasks.tools import make_tools
 from areal_rloo.tasks.tools.sandbox import check_sandbox
 
 _IMPORT_S = 180.0
@@ -220,6 +221,18 @@ def check_functions(situation: Situation) -> Iterator[Finding]:
             yield ok(key, path)
         except ConfigError as error:
             yield refused(key, error, fix="correct the path, relative to the working folder")
+    yield from _check_tools(situation.config)
+
+
+def _check_tools(config: Config) -> Iterator[Finding]:
+    sources = (*config.data.keyed_train_sources, *config.data.keyed_eval_sources)
+    own = {f"{key}.episode": source.episode for key, source in sources if source.episode is not None}
+    for key, episode in {"rollout.episode": config.rollout.episode, **own}.items():
+        try:
+            if tools := make_tools(episode, key):
+                yield ok(f"{key}.tools", ", ".join(tools))
+        except ConfigError as error:
+            yield refused(f"{key}.tools", error, fix="correct the function, or leave the tool out")
 
 
 def _check_episode(config: Config) -> None:
