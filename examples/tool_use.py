@@ -23,8 +23,7 @@ from areal_rloo.models.tiny import make_tiny_tokenizer
 from areal_rloo.program import run_main
 from areal_rloo.tasks import Item
 from areal_rloo.tasks.arithmetic import ArithmeticTask
-from areal_rloo.tasks.chat import ChatFormat
-from areal_rloo.tasks.tools import tool_schemas
+from areal_rloo.tasks.chat import ChatFormat, chat_format
 from areal_rloo.trajectory import Message
 
 CALL, CALLED = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
@@ -65,7 +64,7 @@ def demonstrate(config: Config, *, num_steps: int) -> None:
     tokenizer = make_tiny_tokenizer()
     tokenizer.add_tokens([CALL, CALLED, "<tool_response>", "</tool_response>"])
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    chat = ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode))
+    chat = chat_format(tokenizer, config)
     items = ArithmeticTask(SourceConfig(), seed=0).items("train")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     for step in range(num_steps):

@@ -2,6 +2,7 @@
 
 - `schema`: the root `Config`, the small sections, and the checks across sections.
 - `algorithm`, `data`, `launcher`, `learner`, `rollout`: one large section each, with the checks of that section.
+- `episode`: the section `rollout.episode`, and the episodes of sources.
 - `server`: the sections of servers, `rollout.sglang` and `rollout.vllm`.
 - `section`: the base struct, bounded numbers, and checks of hosts, URLs and paths.
 - `load`: reads a YAML file and overrides into a `Config`, and writes a `Config` as YAML.
@@ -13,6 +14,7 @@
 - `areal`: translates AReaL's spelling of norms and rejection sampling.
 - `options`: every option as data, with the comments of the structs as meanings; `__main__` is `areal-rloo config`.
 - `other_names`: names of options in other systems, for the hint of an unknown key.
+- `filled`: gives evaluation sets the rewards and episodes of the train sources, and reads a chat template.
 - `imports`: imports functions and classes of the user by path.
 """
 
@@ -34,13 +36,14 @@ from areal_rloo.config.data import (
     RewardConfig,
     SourceConfig,
 )
+from areal_rloo.config.episode import EpisodeConfig, SourceEpisodeConfig
 from areal_rloo.config.imports import ENTRY, import_entry, import_function, import_named
 from areal_rloo.config.launcher import LauncherConfig
 from areal_rloo.config.learner import MOST_BETA, LearnerConfig, LoraConfig, OptimizerConfig
 from areal_rloo.config.load import check_run, dump_config, load_config
 from areal_rloo.config.overrides import EXPECTED, check_unique, is_override, override_of
 from areal_rloo.config.presets import PRESETS
-from areal_rloo.config.rollout import EmbeddedConfig, EpisodeConfig, RolloutConfig, SamplingConfig
+from areal_rloo.config.rollout import EmbeddedConfig, RolloutConfig, SamplingConfig
 from areal_rloo.config.schema import (
     Config,
     ModelConfig,
@@ -84,6 +87,7 @@ __all__ = [
     "SamplingConfig",
     "ServerConfig",
     "SourceConfig",
+    "SourceEpisodeConfig",
     "TelemetryConfig",
     "TinyModelConfig",
     "WarmStartConfig",

@@ -175,7 +175,7 @@ class _Reader:
 
     def _checked(self, event: Any) -> str:
         text: str = event.value
-        if not text.isprintable() and (wrong := next((c for c in text if not _allowed(c)), None)) is not None:
+        if not text.isprintable() and (wrong := next((c for c in text if not is_allowed(c)), None)) is not None:
             raise self.mistake(event.start_mark, f"expected no control characters in a text, got {wrong!a}")
         return text
 
@@ -206,7 +206,7 @@ def _until_end(events: Iterator[Any]) -> Iterator[Any]:
         yield event
 
 
-def _allowed(character: str) -> bool:
+def is_allowed(character: str) -> bool:
     """Whether a text may have this character: lines and tabs, but no codes of terminals and no half characters."""
     return character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cs")
 

@@ -38,9 +38,19 @@ class Change(NamedTuple):
     rule: Rule
 
     @property
+    def both(self) -> tuple[str, str]:
+        """Both values, each shortened; the second with the place of the difference, if this is beyond."""
+        before, now = shown(self.before), shown(self.now)
+        if before != now:
+            return before, now
+        texts = enumerate(zip(f"{_text(self.before)}\0", f"{_text(self.now)}\0", strict=False), start=1)
+        place = next(place for place, (one, other) in texts if one != other)
+        return before, f"{now} (different from character {place} on)"
+
+    @property
     def values(self) -> str:
-        """Both values, each shortened."""
-        return f"{shown(self.before)} -> {shown(self.now)}"
+        """Both values in a line."""
+        return " -> ".join(self.both)
 
     def line(self, version: int) -> str:
         """Describe the change for the terminal and the logs; `version`: of the checkpoint."""
@@ -58,9 +68,12 @@ def changes(before: Config, now: Config) -> list[Change]:
 
 def shown(value: Any) -> str:
     """Write a value for a line, shortened."""
-    text = value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else json.dumps(value)
-    text = " ".join(text.split()) or "''"
+    text = " ".join(_text(value).split()) or "''"
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else json.dumps(value)
 
 
 def rules() -> dict[str, Rule]:
@@ -92,6 +105,14 @@ def _each(effect: Effect, section: str, keys: str, words: str) -> dict[str, Rule
     return {f"{section}.{key}": Rule(effect, words) for key in keys.split()}
 
 
+def _episode(section: str) -> dict[str, Rule]:
+    return {
+        **_refused(section, "type tools", _LIVE_PROMPTS),
+        **_allowed(section, f"{_TURNS} tool_timeout_s", _LATER),
+        **_allowed(f"{section}.python", _SANDBOX, _LATER),
+    }
+
+
 _ROUNDING = "numbers are the same up to rounding"
 _ARRIVAL = "samples arrive in another order"
 _REWARD_ROUNDING = "rewards of a model may differ in the last digits"
@@ -105,6 +126,9 @@ _LEASED_AGAIN = "samples of a worker without progress for so long are leased aga
 _LIVE_PROMPTS = "the prompts under way would become other prompts"
 _SOURCE = "task name hub hub_split fields parameters num_prompts few_shot few_shot.num few_shot.path few_shot.seed"
 _REWARD = "task parameters function url model name weight"
+_SHORTER = "finished samples stay; longer unfinished turns begin anew"
+_TURNS = "max_turns max_turn_tokens feedback success_reward turn_discount"
+_SANDBOX = "cpu_s wall_s memory_bytes"
 _NORM = "mean_level mean_leave1out std_level std_unbiased over eps"
 _TINY = "architecture hidden_size num_layers num_heads num_kv_heads max_position seed"
 _WARM_START = "until_accuracy keep_accuracy max_steps batch_size learning_rate error_rate"
@@ -129,8 +153,14 @@ _RULES: dict[str, Rule] = {
     **_allowed("data.train", "rewards", _SCORED),
     **_allowed("data.train.rewards", _REWARD, _SCORED),
     **_allowed("data.train.rewards", "device batch_size", _REWARD_ROUNDING),
+    **_refused("data.train", "episode", _LIVE_PROMPTS),
+    **_episode("data.train.episode"),
+    **_allowed("data.train", "max_new_tokens", _SHORTER),
     **_allowed("data", "eval", _EVALUATED),
-    **_allowed("data.eval", f"{_SOURCE} path rewards num_samples temperature top_p top_k", _EVALUATED),
+    **_allowed("data.eval.episode", f"{_TURNS} type tools tool_timeout_s", _EVALUATED),
+    **_allowed("data.eval.episode.python", _SANDBOX, _EVALUATED),
+    **_allowed("data.eval", f"{_SOURCE} path rewards episode max_new_tokens", _EVALUATED),
+    **_allowed("data.eval", "num_samples temperature top_p top_k", _EVALUATED),
     **_allowed("data.eval.rewards", _REWARD, _EVALUATED),
     **_allowed("data.eval.rewards", "device batch_size", _REWARD_ROUNDING),
     **_allowed("data", "num_epochs", "passes so far count; the run ends after the last"),
@@ -143,15 +173,14 @@ _RULES: dict[str, Rule] = {
     **_exact("rollout", "max_reward_failure_share"),
     **_allowed("rollout", "reward_memory_bytes", "rewards that need more are dropped"),
     **_allowed("rollout", "reward_timeout_s", "rewards slower than this are dropped"),
-    **_refused("rollout.episode", "type tools", _LIVE_PROMPTS),
-    **_allowed("rollout.episode", "max_turns max_turn_tokens feedback success_reward turn_discount agent", _LATER),
+    **_episode("rollout.episode"),
+    **_allowed("rollout.episode", "agent", _LATER),
     **_allowed("rollout.episode", "num_agents", _ARRIVAL),
     **_allowed("rollout.episode", "max_trajectories", "samples with more trajectories are dropped"),
     **_allowed("rollout.episode", "agent_timeout_s timeout_s", "slower episodes are dropped"),
-    **_allowed("rollout.episode.python", "cpu_s wall_s memory_bytes", _LATER),
     **_allowed("rollout.sampling", "temperature", "the learner's logprobs are at this temperature"),
     **_allowed("rollout.sampling", "top_p top_k min_new_tokens", _LATER),
-    **_allowed("rollout.sampling", "max_new_tokens", "finished samples stay; longer unfinished turns begin anew"),
+    **_allowed("rollout.sampling", "max_new_tokens", _SHORTER),
     **_exact("rollout.sampling", "allow_truncated"),
     **_allowed("rollout.embedded", "cache_tokens prefill_chunk_tokens", _ARRIVAL),
     **_server("rollout.sglang"),

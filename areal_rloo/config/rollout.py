@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from areal_rloo.config.episode import EpisodeConfig, episode_mistakes
 from areal_rloo.config.section import (
     AutoInt,
     Count,
     CountOrNone,
-    Finite,
     LeaseCount,
     ManyCount,
     Natural,
@@ -24,14 +24,6 @@ from areal_rloo.config.section import (
     path_mistakes,
 )
 from areal_rloo.config.server import ServerConfig, server_mistakes
-
-BUILT_IN = ("single_turn", "multi_turn", "tool_use", "agent")
-_READERS = {  # option of an episode: the built-in types that read the option
-    "max_turns": ("multi_turn", "tool_use"),
-    **dict.fromkeys(("feedback", "success_reward", "turn_discount"), ("multi_turn",)),
-    **dict.fromkeys(("tools", "python"), ("tool_use",)),
-    **dict.fromkeys(("num_agents", "agent_timeout_s", "max_trajectories"), ("agent",)),
-}
 
 
 class SamplingConfig(Section, frozen=True):
@@ -52,48 +44,6 @@ class EmbeddedConfig(Section, frozen=True):
     # num_slots full contexts, limited to half of the free memory after loading the weights.
     cache_tokens: PositiveInt | None = None
     prefill_chunk_tokens: Tokens = 512  # prompt tokens computed between two decode steps while others decode
-
-
-class PythonToolConfig(Section, frozen=True):
-    """Limits of a program of the policy. The program has no network, no other process, and an own folder."""
-
-    cpu_s: Seconds = 5.0  # processor time of a program
-    wall_s: Seconds = 10.0  # time of a program
-    memory_bytes: PositiveInt = 512 * 2**20  # memory of a program
-
-
-class EpisodeConfig(Section, frozen=True):
-    """How a sample is generated. `rollout.sampling.max_new_tokens` limits all turns of a sample together."""
-
-    type: str = "single_turn"  # or multi_turn | tool_use | agent, or a class of yours: module:Class or file.py:Class
-    max_turns: PositiveInt = 4  # multi_turn and tool_use: most turns of the policy
-    max_turn_tokens: PositiveInt | None = None  # of a turn; null: all remaining tokens
-    feedback: str = "That is not right. Try again."  # multi_turn: user message after a turn with too low a reward
-    success_reward: Finite = 1.0  # multi_turn: stop at this reward or more
-    turn_discount: Probability = 1.0  # multi_turn: factor on the reward for each turn before the last
-    tools: tuple[Literal["calculator", "python"], ...] = ("calculator",)  # tool_use: the tools that the policy may call
-    python: PythonToolConfig = PythonToolConfig()
-    agent: str | None = None  # agent: module:function or path/to/file.py:function; talks to the chat endpoint
-    num_agents: ManyCount | None = None  # agent: open sessions of a worker; null: twice rollout.num_slots
-    agent_timeout_s: Seconds = 600.0  # agent: of a session; then the sample is dropped
-    max_trajectories: ManyCount = 64  # agent, or a class of yours: of a sample; with more, the sample is dropped
-    # From the start of an episode to the reward, with the wait for a slot; then the sample is dropped. Begins anew when
-    # an evaluation sample ends. The default is for episodes that hang: 64k tokens at 15 tokens/s take 71 minutes.
-    timeout_s: Seconds = 7200.0
-
-    @property
-    def built_in(self) -> bool:
-        return self.type in BUILT_IN
-
-    @property
-    def has_prompt(self) -> bool:
-        """True if a sample is a single trajectory with the prompt of its lease. Agents and users choose their own."""
-        return self.built_in and self.type != "agent"
-
-    @property
-    def most_trajectories(self) -> int:
-        """Trajectories of a sample at most."""
-        return 1 if self.has_prompt else self.max_trajectories
 
 
 class RolloutConfig(Section, frozen=True):
@@ -143,7 +93,7 @@ class RolloutConfig(Section, frozen=True):
 
 def rollout_mistakes(rollout: RolloutConfig, context_tokens: int, wire_host: str, transport: str) -> Iterator[str]:
     """Check dependent options; give the text of each error. `context_tokens`: longest prompt plus completion."""
-    yield from _episode_mistakes(rollout.episode)
+    yield from episode_mistakes("rollout.episode", rollout.episode)
     yield from _sampling_mistakes(rollout.sampling)
     for engine, section in (("sglang", rollout.sglang), ("vllm", rollout.vllm)):
         yield from path_mistakes(f"rollout.{engine}.python", section.python)
@@ -203,28 +153,3 @@ def _sampling_mistakes(sampling: SamplingConfig) -> Iterator[str]:
             f"and {sampling.min_new_tokens}; a truncated distribution does not match the learner's logprobs; set "
             "rollout.sampling.allow_truncated=true to accept this"
         )
-
-
-def _episode_mistakes(episode: EpisodeConfig) -> Iterator[str]:
-    if not episode.built_in and ":" not in episode.type:
-        yield f"rollout.episode.type: expected one of {', '.join(BUILT_IN)}, or module:Class, got '{episode.type}'"
-    if episode.type == "agent" and episode.agent is None:
-        yield "rollout.episode.agent: type=agent needs a function, module:function or path/to/file.py:function"
-    if episode.type != "agent" and episode.agent is not None:
-        yield (
-            f"rollout.episode.agent: expected rollout.episode.type=agent with {episode.agent}, got {episode.type}; set "
-            "the type, or leave the agent out"
-        )
-    if episode.type == "agent" and episode.agent_timeout_s > episode.timeout_s:
-        yield (
-            f"rollout.episode.agent_timeout_s: expected at most rollout.episode.timeout_s={episode.timeout_s:g}, got "
-            f"{episode.agent_timeout_s:g}; raise timeout_s"
-        )
-    defaults = EpisodeConfig()
-    for key, readers in _READERS.items():
-        if episode.built_in and episode.type not in readers and getattr(episode, key) != getattr(defaults, key):
-            yield f"rollout.episode.{key}: nothing reads it with type={episode.type}; leave it out"
-    if episode.type == "tool_use" and "python" not in episode.tools and episode.python != defaults.python:
-        yield f"rollout.episode.python: nothing reads it with tools={list(episode.tools)}; leave it out, or add python"
-    if len(set(episode.tools)) != len(episode.tools) or not episode.tools:
-        yield f"rollout.episode.tools: expected different tools, at least one, got {list(episode.tools)}"

@@ -13,7 +13,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from areal_rloo.config.algorithm import AlgorithmConfig, algorithm_mistakes
-from areal_rloo.config.data import DataConfig, data_mistakes
+from areal_rloo.config.data import DataConfig, data_mistakes, limit_mistakes
+from areal_rloo.config.episode import EpisodeConfig
 from areal_rloo.config.launcher import LauncherConfig, launcher_mistakes
 from areal_rloo.config.learner import LearnerConfig, learner_mistakes
 from areal_rloo.config.rollout import RolloutConfig, rollout_mistakes
@@ -190,6 +191,25 @@ class Config(Section, frozen=True):
     def eval_max_new_tokens(self) -> int:
         return self.evaluation.max_new_tokens or self.rollout.sampling.max_new_tokens
 
+    def max_new_tokens_of(self, purpose: Literal["train", "eval"], label: str) -> int:
+        """Longest completion of a source, or of the whole run for an unknown source."""
+        train = purpose == "train"
+        most = self.rollout.sampling.max_new_tokens if train else self.eval_max_new_tokens
+        sources = self.data.train_sources if train else self.data.eval_sources
+        return next((source.max_new_tokens for source in sources if source.label == label), None) or most
+
+    def episode_of(self, label: str) -> EpisodeConfig:
+        """Return the episode of a source; a source and a set of the same name have the same."""
+        sources = (*self.data.train_sources, *self.data.eval_sources)
+        own = next((source.episode for source in sources if source.label == label), None)
+        return self.rollout.episode.of_source(own)
+
+    @property
+    def episodes(self) -> dict[str, EpisodeConfig]:
+        """The episode of each source, by label."""
+        sources = (*self.data.train_sources, *self.data.eval_sources)
+        return {source.label: self.episode_of(source.label) for source in sources}
+
     @property
     def publishes_adapters(self) -> bool:
         """True if a version is adapters alone: the embedded engine adds them, the worker of a server merges them."""
@@ -277,6 +297,9 @@ def _mistakes(config: Config) -> Iterator[str]:
     yield from host_mistakes("telemetry.metrics_host", config.telemetry.metrics_host)
     yield from algorithm_mistakes(config.algorithm, max_new_tokens=config.rollout.sampling.max_new_tokens)
     yield from data_mistakes(config.data)
+    yield from limit_mistakes(
+        config.data, config.rollout.sampling, config.evaluation.max_new_tokens, config.algorithm.rewards.overlong_tokens
+    )
     yield from learner_mistakes(config.learner, config.algorithm.loss)
     yield from launcher_mistakes(config.launcher)
     yield from rollout_mistakes(config.rollout, config.context_tokens, config.wire.host, config.weights.transport)

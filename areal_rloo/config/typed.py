@@ -1,6 +1,7 @@
 """Give the tree of a config the types of the structs. Each mistake names the place, the key and the value.
 
-tree ─► null, `auto` and `Plain` as the type of the key says ─► unknown keys refused ─► structs ─► `validate` ─► limits
+tree ─► null, `auto` and `Plain` as the type of the key says ─► unknown keys refused ─► values filled in
+     ─► structs ─► `validate` ─► limits
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from areal_rloo.config.filled import fill_sets, fill_template
 from areal_rloo.config.other_names import ABSENT, OURS
 from areal_rloo.config.reading import Plain, bounded
 from areal_rloo.config.schema import Config, validate
@@ -33,6 +35,7 @@ _AUTO = "expected auto, or a number from 1"
 _TYPES = re.compile(r"`([^`]*)`")  # in a message of msgspec: `array | null`
 _NAMES = {"array": "a list", "object": "a mapping of keys"}
 _LIST = re.compile(r"a list( of length \d+)?")
+_OF_ALL_SOURCES = ("sampling", "temperature", "top_p", "top_k")
 _MOST_DIGITS = 100  # of a number: 17 give every float, and no integer needs as many
 
 SourceOf = Callable[[str], str]  # where the value of a path was written: a file and a line, or an override
@@ -45,6 +48,11 @@ def typed(tree: dict[str, Any], source_of: SourceOf) -> Config:
         ConfigError: a key is unknown, or a value has a wrong type, range or meaning.
     """
     clean = _Cleaner(source_of).section(tree, Config, "")
+    fill_sets(clean)
+    try:
+        fill_template(clean)
+    except ConfigError as error:
+        raise ConfigError(f"{source_of('data.chat_template')}: {error}") from error
     try:
         config = msgspec.convert(clean, Config)
     except msgspec.ValidationError as error:
@@ -167,6 +175,11 @@ def _values_of(hint: Any, container: type) -> Any:
 def _suggestion(key: str, parent: str, hints: dict[str, Any]) -> str:
     if key in ABSENT and not any(path.rpartition(".")[2] == key for path in hints_of(Config)):
         return f"there is no such option: {ABSENT[key]}"
+    if parent.startswith("data.train") and key in _OF_ALL_SOURCES:
+        return (
+            "a source has only max_new_tokens of its own: the learner computes the logprobs of all sources from the "
+            "same distribution, with rollout.sampling.temperature"
+        )
     close = difflib.get_close_matches(key, hints, n=1, cutoff=0.7)
     if close:
         return f"did you mean '{parent}.{close[0]}'?" if parent else f"did you mean '{close[0]}'?"

@@ -69,7 +69,7 @@ class Lies:
         self._vocab_size = vocab_size
         self._is_built_in = episode.built_in  # a user's episode makes trajectories of any shape
         self._has_prompt = episode.has_prompt
-        self._is_single_turn = episode.type == "single_turn"
+        self._is_single_turn = {each.type for each in (episode, *config.episodes.values())} == {"single_turn"}
         self._most_tokens, self._partial_tokens = config.context_tokens, config.partial_tokens
         self._most_trajectories = episode.most_trajectories
         self._reasons: Counter[str] = Counter()

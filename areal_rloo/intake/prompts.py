@@ -94,7 +94,7 @@ class PromptStream:
         num_items = sum(len(source.items) for source in self._sources)
         raise DataError(
             f"data.max_prompt_tokens: none of the {num_items} prompts is short enough; raise it, or set "
-            "data.overlong_prompts=truncate"
+            "data.overlong_prompts=truncate_left"
         )
 
     def give_back(self, epoch: int, item_index: int) -> None:
@@ -137,9 +137,8 @@ class PromptStream:
         """
         check_same_sources(state.sources, self._described)
         if len(state.taken) != len(self._sources):
-            raise DataError(
-                f"data.train: expected the items taken from each source, got {state.taken} in the checkpoint"
-            )
+            expected = "data.train: expected the items taken from each source"
+            raise DataError(f"{expected}, got {state.taken} in the checkpoint")
         for _, item_index in state.returned:
             self._check_index(item_index)
         for source, taken in zip(self._sources, state.taken, strict=True):
@@ -193,7 +192,7 @@ class Tokenizer:
     def __init__(self, chat: ChatFormat, data: DataConfig) -> None:
         self._chat = chat
         self._data = data
-        self.num_truncated = 0  # prompts truncated to their end so far
+        self.num_truncated = 0  # prompts truncated so far
 
     def __call__(self, item: Item, number: int) -> tuple[int, ...] | None:
         """Return the token ids of the prompt; None for a prompt to leave out. `number`: of the item in its source.
@@ -207,12 +206,13 @@ class Tokenizer:
         match self._data.overlong_prompts:
             case "filter":
                 return None
-            case "truncate":
-                self.num_truncated += 1
-                return tokens[-most:]
             case "error":
                 raise DataError(
                     f"data.max_prompt_tokens: expected at most {most}, got {len(tokens)} tokens for item {number} of "
                     f"the source '{item.source}', with the prompt {item.text[:60]!r}; raise it, or set "
-                    "data.overlong_prompts to filter or truncate"
+                    "data.overlong_prompts to filter or truncate_left"
                 )
+            case side:
+                self.num_truncated += 1
+                first = {"truncate_left": 0, "truncate_middle": most // 2, "truncate_right": most}[side]
+                return tokens[:first] + tokens[len(tokens) - most + first :]

@@ -54,8 +54,7 @@ from areal_rloo.models.device import grow_segments
 from areal_rloo.models.files import load_tokenizer, policy_folder, stop_token_ids
 from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.tasks import load_train
-from areal_rloo.tasks.chat import ChatFormat
-from areal_rloo.tasks.tools import tool_schemas
+from areal_rloo.tasks.chat import chat_format
 from areal_rloo.telemetry.health import Health, HealthStatistics
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 from areal_rloo.telemetry.metrics import MetricsFile, watch
@@ -168,7 +167,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
     ranks.hand_out([bytearray("" if restored is None else str(restored[0]), "utf-8")] * (ranks.num - 1))
     rank = _built(config, arguments, ranks, None if restored is None else restored[0])
     train_step = TrainStep(Team(rank), config, stop_token_ids=stop_token_ids(model_path, tokenizer))
-    tokenize = Tokenizer(ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode)), config.data)
+    tokenize = Tokenizer(chat_format(tokenizer, config), config.data)
     sources = load_train(config.data, seed=config.run.seed, most_item_bytes=config.wire.most_item_bytes)
     stream = PromptStream(sources, tokenize, seed=config.run.seed, num_epochs=config.data.num_epochs)
     ledger, totals, policy_version = Ledger(), Totals(), 0

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from areal_rloo.config import Config, EpisodeConfig, EvalSourceConfig, dump_config, load_config
-from areal_rloo.config.resume import Change, changes, shown
+from areal_rloo.config.resume import Change, changes
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import CheckpointError, ConfigError, DecodeError
 from areal_rloo.files import read_regular, write_atomically
@@ -67,7 +67,7 @@ def changes_since(checkpoint: Path, config: Config) -> list[Change]:
     for change in refused:
         more = f" (and {len(refused) - 1} more keys that must not change)" if len(refused) > 1 else ""
         raise CheckpointError(
-            f"{change.key}: expected {shown(change.before)} as in {checkpoint.name}, got {shown(change.now)}: "
+            f"{change.key}: expected {change.both[0]} as in {checkpoint.name}, got {change.both[1]}: "
             f"{change.rule.words}{more}; set it back, or train on from this model in another run.folder, with "
             f"model.path={checkpoint / 'model'}"
         )

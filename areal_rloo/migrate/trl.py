@@ -92,7 +92,7 @@ def defaults(given: Given) -> Options:
             "rollout.sampling.top_p": 0.9,
             "rollout.sampling.top_k": 50,
             "rollout.sampling.allow_truncated": True,
-            "data.overlong_prompts": "truncate",
+            "data.overlong_prompts": "truncate_left",
         }
     if "per_device_train_batch_size" not in given:
         options |= batch(8, given)
@@ -253,6 +253,7 @@ RULES: Mapping[str, Rule] = {
     "dataset_*": by_hand("data.train.hub, data.train.hub_split, data.train.fields"),
     "split_dataset_ratio": by_hand("data.eval names an evaluation set"),
     "system": made(_system),
+    "chat_template_path": to("data.chat_template"),
     "reward_funcs": _REWARDS,
     "reward_model*": by_hand("data.train.rewards=[{model: PATH}]"),
     "reward_weights": by_hand("each part in data.train.rewards has a weight"),
@@ -274,7 +275,10 @@ RULES: Mapping[str, Rule] = {
     "max_length": by_hand("data.max_prompt_tokens limits the prompt alone"),
     "max_prompt_length": to("data.max_prompt_tokens"),
     "truncation_strategy": choice(
-        {"delete": {"data.overlong_prompts": "filter"}, "left": {"data.overlong_prompts": "truncate"}}
+        {
+            "delete": {"data.overlong_prompts": "filter"},
+            **{side: {"data.overlong_prompts": f"truncate_{side}"} for side in ("left", "right")},
+        }
     ),
     "temperature": to("rollout.sampling.temperature"),
     "top_p": made(partial(_truncated, "top_p")),

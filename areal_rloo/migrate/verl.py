@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from areal_rloo.migrate.rules import (
@@ -31,13 +32,25 @@ from areal_rloo.migrate.rules import (
 )
 
 _TRAIN, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_PROMPTS = "the rows of verl's prepared parquet; of the original set if this host has no such file"
 _GPUS_EACH_HALF = "verl's processes learn and generate in turns on all GPUs; half of them learn here, half generate"
 
 
 def _sources(value: Any, given: Given) -> Any:
     names = value if isinstance(value, list) else [value]
-    found = [source(name) for name in names]
+    found = [_source(str(name), given) for name in names]
     return found[0] if len(found) == 1 else found
+
+
+def _source(path: str, given: Given) -> Options:
+    """Read prepared parquet as it is, with verl's prompts; a known set that this host lacks from the hub."""
+    found = source(path)
+    task, prompt = found["task"], given.get("data.prompt_key", "prompt")
+    if not path.endswith(".parquet") or not (task == "rows" or Path(path).is_file()):
+        return found
+    fields = {"answer": "reward_model.ground_truth"} | ({} if prompt == "prompt" else {"prompt": str(prompt)})
+    known = {} if task == "rows" else {"name": task, "rewards": [{"task": task}]}
+    return {"task": "rows", "path": path, "fields": fields, **known}
 
 
 def _num_minibatches(given: Given) -> int:
@@ -225,10 +238,8 @@ RULES: Mapping[str, Rule] = {
     "algorithm.filter_groups.enable": made(lambda value, given: {"algorithm.min_reward_std": 1e-6} if value else {}),
     "algorithm.filter_groups.max_num_gen_batches": to("algorithm.max_filtered_batches"),
     "algorithm.rollout_correction.*": by_hand("algorithm.loss.behaviour_weight; docs/algorithms.md has the names"),
-    "data.train_files": made(
-        lambda value, given: {"data.train": _sources(value, given)}, "prompts of the original set"
-    ),
-    "data.val_files": made(lambda value, given: {"data.eval": _sources(value, given)}, "prompts of the original set"),
+    "data.train_files": made(lambda value, given: {"data.train": _sources(value, given)}, _PROMPTS),
+    "data.val_files": made(lambda value, given: {"data.eval": _sources(value, given)}, _PROMPTS),
     "data.train_batch_size": to("learner.groups_per_step"),
     "data.val_batch_size": absent("an evaluation has all prompts; data.eval.num_prompts limits them"),
     "data.max_prompt_length": to("data.max_prompt_tokens"),
@@ -244,13 +255,14 @@ RULES: Mapping[str, Rule] = {
     ),
     "data.shuffle": choice({True: {}}, "prompts are shuffled in every epoch"),
     "data.seed": to("run.seed"),
-    "data.prompt_key": by_hand("data.train.fields maps the field"),
+    "data.prompt_key": absent("with the files: data.train.fields"),
     "data.reward_fn_key": by_hand("data.train.rewards"),
     "data.train_max_samples": made(partial(_limit, "data.train")),
     "data.val_max_samples": made(partial(_limit, "data.eval")),
     **each("return_raw_chat return_raw_input_ids return_full_prompt dataloader_num_workers", DEFAULT, "data."),
     **each("apply_chat_template_kwargs.* custom_cls.* sampler.* image_key", by_hand("changes the prompts"), "data."),
     "actor_rollout_ref.model.path": to("model.path"),
+    "actor_rollout_ref.model.custom_chat_template": to("data.chat_template"),
     "actor_rollout_ref.model.use_remove_padding": DEFAULT,
     "actor_rollout_ref.model.enable_gradient_checkpointing": to("learner.gradient_checkpointing"),
     **each("lora_rank lora.rank", made(_lora), "actor_rollout_ref.model."),
@@ -316,7 +328,7 @@ RULES: Mapping[str, Rule] = {
     f"{_ROLLOUT}.gpu_memory_utilization": absent("of a GPU that also learns; ours are apart"),
     f"{_ROLLOUT}.log_prob_*": absent("the microbatches of the learner"),
     f"{_ROLLOUT}.val_kwargs.*": by_hand("each set in data.eval has num_samples, temperature, top_p and top_k"),
-    f"{_ROLLOUT}.multi_turn.*": by_hand("rollout.episode; see docs/agents.md"),
+    f"{_ROLLOUT}.multi_turn.*": by_hand("rollout.episode.type=tool_use; tools=[FILE.py:FUNCTION]; see docs/tasks.md"),
     **each(
         "enforce_eager free_cache_engine max_num_batched_tokens max_num_seqs max_model_len enable_chunked_prefill "
         "enable_prefix_caching load_format layered_summon dtype mode disable_log_stats data_parallel_size "
@@ -375,9 +387,8 @@ RULES: Mapping[str, Rule] = {
 
 
 def _truncation(given: Given) -> str:
-    """verl's `left` keeps the end of a prompt, as our `truncate`."""
-    names = {"error": "error", "left": "truncate"}
+    names = {"error": "error", **{side: f"truncate_{side}" for side in ("left", "right", "middle")}}
     value = given.get("data.truncation", "error")
     if value not in names:
-        raise UnreadableError("data.truncation: expected error or left; ours keeps the end of a prompt")
+        raise UnreadableError(f"data.truncation: expected one of {', '.join(names)}")
     return names[value]

@@ -21,8 +21,9 @@ from typing import Any, TypedDict
 import msgspec
 
 from areal_rloo.config import Config, ConfiguredSource, DataConfig, RewardConfig, import_function
+from areal_rloo.config.filled import takes_rewards_of_train
 from areal_rloo.decoding import from_msgpack
-from areal_rloo.errors import ConfigError, RewardError
+from areal_rloo.errors import ConfigError, DataError, ModelError, RewardError
 from areal_rloo.models.folder import check_model_folder
 from areal_rloo.rewards.async_pool import AsyncRewardPool
 from areal_rloo.rewards.functions import FunctionReward, is_async
@@ -102,18 +103,40 @@ def check_rewards(data: DataConfig, looked: Looked) -> None:
         ModelError: the folder of a reward model.
     """
     for part in reward_parts(data):
-        config = part.config
-        if config.function is not None:
-            _check_function(f"{part.key}.function", config.function, part.purpose, looked.get(part.source_key, ()))
-        if config.task is not None:
-            part.make_task(seed=0)
-        if config.model is not None:
-            check_model_folder(
-                f"{part.key}.model",
-                config.model,
-                else_expected="a model folder or a hub name (org/name)",
-                files="a sequence classification model",
-            )
+        try:
+            _check_part(part, looked.get(part.source_key, ()))
+        except (DataError, ConfigError, ModelError) as error:
+            if part.purpose == "train" or not takes_rewards_of_train(part.source, data):
+                raise
+            words = f"{part.key_of_source} has the rewards of data.train unless {part.key_of_source}.rewards is set"
+            raise type(error)(f"{error}; {words}", absent=error.absent) from error
+
+
+def _check_part(part: RewardPart, items: Sequence[Item]) -> None:
+    config = part.config
+    if config.function is not None:
+        _check_function(f"{part.key}.function", config.function, part.purpose, items)
+    if config.task is not None:
+        _check_answers(part, items)
+    if config.model is not None:
+        check_model_folder(
+            f"{part.key}.model",
+            config.model,
+            else_expected="a model folder or a hub name (org/name)",
+            files="a sequence classification model",
+        )
+
+
+def _check_answers(part: RewardPart, items: Sequence[Item]) -> None:
+    """Check that the task can read the answers of the items, unless the items are the task's own."""
+    task = part.make_task(seed=0)
+    if part.config.task == part.source.task:
+        return
+    for item in items:
+        try:
+            task.check_answer(item)
+        except DataError as error:
+            raise DataError(f"{part.key}.task: {part.config.task}: {error}") from error
 
 
 def _check_function(key: str, path: str, purpose: Purpose, items: Sequence[Item]) -> None:

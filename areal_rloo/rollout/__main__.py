@@ -29,8 +29,7 @@ from areal_rloo.rollout.episode_types import make_episode, serving
 from areal_rloo.rollout.protocol import ProtocolStatistics
 from areal_rloo.rollout.worker import RolloutWorker
 from areal_rloo.standard_streams import open_missing_streams
-from areal_rloo.tasks.chat import ChatFormat
-from areal_rloo.tasks.tools import tool_schemas
+from areal_rloo.tasks.chat import chat_format
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 from areal_rloo.telemetry.metrics import watch
 from areal_rloo.telemetry.scrapes import serve_process
@@ -114,7 +113,7 @@ async def _generate(config: Config, arguments: Arguments, folder: Path) -> None:
             receiver=receiver,
             episode=episode,
             rewards=rewards,
-            chat=ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode)),
+            chat=chat_format(tokenizer, config),
             stop_token_ids=stop_token_ids(str(folder), tokenizer),
         )
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # Slurm passes USR1 on to a step

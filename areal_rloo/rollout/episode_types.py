@@ -1,26 +1,54 @@
-"""The episode of a run: made from `rollout.episode`, and entered before the first sample if it serves something."""
+"""The episodes of a run: made from `rollout.episode` and the episodes of sources.
+
+The episode of `rollout.episode` is entered before the first sample if it serves something.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+
+import msgspec
 
 from areal_rloo.config import Config, import_named
 from areal_rloo.errors import ConfigError, raised
 from areal_rloo.rollout.agent import Agent
-from areal_rloo.rollout.episode import Episode, SingleTurn
+from areal_rloo.rollout.episode import Episode, Rewards, Sample, SingleTurn, TurnEngine
 from areal_rloo.rollout.multi_turn import MultiTurn, ToolUse
+from areal_rloo.tasks.chat import ChatFormat
+from areal_rloo.trajectory import Trajectory
+
+
+class BySource:
+    """Runs the episode of a sample's source."""
+
+    def __init__(self, of_run: Episode, of_source: Mapping[str, Episode]) -> None:
+        """`of_source`: the episodes of sources with their own, by label."""
+        self.of_run, self._of_source = of_run, of_source
+
+    async def run(self, sample: Sample, engine: TurnEngine, rewards: Rewards, chat: ChatFormat) -> Sequence[Trajectory]:
+        label = sample.item.source
+        return await self._of_source.get(label, self.of_run).run(sample, engine, rewards, chat.of_source(label))
 
 
 def make_episode(config: Config) -> Episode:
-    """Make the episode that `rollout.episode.type` names.
+    """Make the episode that `rollout.episode.type` names, and the episodes of sources.
 
     Raises:
         ConfigError: as `make_own_episode`.
     """
+    of_source: dict[str, Episode] = {}
+    for label, settings in config.episodes.items():
+        if settings is not config.rollout.episode:
+            rollout = msgspec.structs.replace(config.rollout, episode=settings)
+            of_source[label] = _made(msgspec.structs.replace(config, rollout=rollout))
+    return BySource(_made(config), of_source) if of_source else _made(config)
+
+
+def _made(config: Config) -> Episode:
     path = config.rollout.episode.type
     built_in: dict[str, Callable[[Config], Episode]] = {"multi_turn": MultiTurn, "tool_use": ToolUse, "agent": Agent}
     built_in["single_turn"] = lambda _: SingleTurn()
@@ -50,5 +78,6 @@ def make_own_episode(config: Config) -> Episode:
 
 
 def serving(episode: Episode) -> AbstractAsyncContextManager[object]:
-    """Return the context manager around all samples of a worker: the episode if it is one, else an empty context."""
-    return episode if isinstance(episode, AbstractAsyncContextManager) else contextlib.nullcontext()
+    """Return the context manager around all samples of a worker: the run's episode if it is one, else an empty one."""
+    of_run = episode.of_run if isinstance(episode, BySource) else episode
+    return of_run if isinstance(of_run, AbstractAsyncContextManager) else contextlib.nullcontext()

@@ -220,7 +220,7 @@ class RolloutWorker:
             sampling=sampling_of(self._config, sample, lease.seed + duty.sample_index, self._stop_token_ids),
             min_version=lease.min_version,
             pinned=lease.purpose == "eval",
-            max_turn_tokens=self._config.rollout.episode.max_turn_tokens,
+            max_turn_tokens=self._config.episode_of(lease.item.source).max_turn_tokens,
             journal=journal,
         )
         try:
@@ -265,7 +265,7 @@ def sampling_of(config: Config, sample: Sample, seed: int, stop_token_ids: tuple
     evaluates, sampling, sets = sample.purpose == "eval", config.rollout.sampling, config.data.eval_sources
     chosen = next(found for found in sets if found.label == sample.item.source) if evaluates else sampling
     return SamplingParameters(
-        max_new_tokens=config.eval_max_new_tokens if evaluates else sampling.max_new_tokens,
+        max_new_tokens=config.max_new_tokens_of(sample.purpose, sample.item.source),
         min_new_tokens=0 if evaluates else sampling.min_new_tokens,
         temperature=chosen.temperature or 1.0,
         top_p=chosen.top_p,

@@ -37,8 +37,7 @@ from areal_rloo.rollout.engines import running_engine
 from areal_rloo.rollout.episode import Episode, Rewards, Sample, SampleEngine, Submitter
 from areal_rloo.rollout.episode_types import make_episode, serving
 from areal_rloo.rollout.worker import sampling_of
-from areal_rloo.tasks.chat import ChatFormat
-from areal_rloo.tasks.tools import tool_schemas
+from areal_rloo.tasks.chat import ChatFormat, chat_format
 from areal_rloo.telemetry.trajectories import TrajectoryRecord
 from areal_rloo.trajectory import SampleId, Trajectory, purpose_of
 from areal_rloo.wire.columns import Limits
@@ -88,7 +87,7 @@ def load_model(config: Config) -> Model:
     """
     folder = model_folder(config.model.path)
     tokenizer = load_tokenizer(str(folder))
-    return Model(folder, tokenizer, ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode)))
+    return Model(folder, tokenizer, chat_format(tokenizer, config))
 
 
 def alone(config: Config) -> Config:
@@ -221,7 +220,7 @@ class _Maker:
             submitter=self._submitter,
             name="/".join(map(str, wanted.sample_id)),
             sampling=sampling_of(self._config, sample, wanted.seed, self._stop_token_ids),
-            max_turn_tokens=self._config.rollout.episode.max_turn_tokens,
+            max_turn_tokens=self._config.episode_of(item.source).max_turn_tokens,
         )
         try:
             given = await run_episode(self._episode, sample, engine, self._rewards, self._chat, self._deadlines)

@@ -11,7 +11,11 @@ import re
 from collections import deque
 from decimal import Decimal
 
+from areal_rloo.errors import DataError, RewardError
+from areal_rloo.trajectory import Item
+
 _MARK = "####"
+_GOLD = f"a number, alone or after '{_MARK}',"
 _MOST_DIGITS = 20_000  # of an answer; no task asks for a longer number
 _MINUS = str.maketrans({"\u2212": "-", "\u2013": "-", "\uff0d": "-", "\uff0b": "+"})  # minus, en dash, full width
 _CURRENCY = r"(?:US\$|\\\$|[$€£¥₹₩]|(?:USD|EUR|GBP|JPY|INR|Rs\.?)(?![A-Za-z]))"
@@ -36,6 +40,21 @@ def extract_answer(text: str) -> Decimal | None:
     return _number(tail.lstrip().partition("\n")[0]) if mark else None
 
 
+def gold_answer(text: str) -> Decimal | None:
+    """Return the number of an expected answer: after the last mark, or the only line of a text without a mark."""
+    return extract_answer(text) if _MARK in text else _number(text)
+
+
+def check_gold(item: Item) -> None:
+    """Check that the expected answer of an item is a number.
+
+    Raises:
+        DataError: the answer has no number, or several.
+    """
+    if gold_answer(item.answer) is None:
+        raise DataError(f"expected {_GOLD} as the answer of {item.text[:60]!r}, got {item.answer[-40:]!r}")
+
+
 def last_number(text: str) -> Decimal | None:
     """Return the last number of a text; for completions whose prompt did not ask for a mark."""
     numbers = deque(_LAST_NUMBER.finditer(text.translate(_MINUS)), maxlen=1)
@@ -43,12 +62,17 @@ def last_number(text: str) -> Decimal | None:
 
 
 def answer_reward(completion_text: str, gold_text: str, *, fallback: bool = False) -> float:
-    """Return 1.0 if both texts have an answer and the numbers are equal, else 0.0.
+    """Return 1.0 if the completion has an answer equal to the expected number, else 0.0.
 
     `fallback`: if a completion has no mark, use the last number.
+
+    Raises:
+        RewardError: the expected answer has no number: without this error, every completion would get 0.
     """
-    gold = extract_answer(gold_text)
-    return float(gold is not None and _answer(completion_text, fallback) == gold)
+    gold = gold_answer(gold_text)
+    if gold is None:
+        raise RewardError("reward_error", f"expected {_GOLD} as the answer of the item, got {gold_text[-40:]!r}")
+    return float(_answer(completion_text, fallback) == gold)
 
 
 def answer_key(completion_text: str, *, fallback: bool = False) -> str | None:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Literal
 
 from areal_rloo.config import ConfiguredSource
-from areal_rloo.tasks.answers import answer_key, answer_reward
+from areal_rloo.tasks.answers import answer_key, answer_reward, check_gold
 from areal_rloo.tasks.base import Item, LazyItems, Split, Task, check_parameters, refuse_files
 
 _COUNTS = (3, 4, 5, 6, 8, 9)
@@ -52,6 +52,9 @@ class ArithmeticTask(Task):
 
     def reward(self, completion: str, item: Item) -> float:
         return answer_reward(completion, item.answer)
+
+    def check_answer(self, item: Item) -> None:
+        check_gold(item)
 
     def final_answer(self, completion: str) -> str | None:
         return answer_key(completion)

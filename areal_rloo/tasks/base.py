@@ -35,6 +35,14 @@ class Task(ABC):
     def reward(self, completion: str, item: Item) -> float:
         """Score a completion of this item. Runs in a reward process, where a hang or a crash is safe."""
 
+    def check_answer(self, item: Item) -> None:
+        """Check that `reward` can read the answer of an item of another task, before a run starts.
+
+        Raises:
+            DataError: the reward cannot read the answer.
+        """
+        del item
+
     def final_answer(self, completion: str) -> str | None:
         """Return a completion's answer in a normal form, for majority votes; None if there is no answer."""
         del completion

@@ -8,14 +8,16 @@ between two turns of the policy is encoded.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from typing import Any
 
-from areal_rloo.config import DataConfig
+from areal_rloo.config import Config, DataConfig
 from areal_rloo.errors import DataError, first_line
 from areal_rloo.tasks.base import Item, Message
+from areal_rloo.tasks.tools import tool_schemas
 from areal_rloo.trajectory import ToolCall
 from areal_rloo.waiting import on_daemon_thread
 
@@ -32,31 +34,60 @@ by ending with <tool_call>{{"name": "...", "arguments": {{...}}}}</tool_call>
 """
 
 
+def chat_format(tokenizer: Any, config: Config) -> ChatFormat:
+    """Make the format of a run, with the tools of the episode of each source.
+
+    Raises:
+        DataError: as `ChatFormat`.
+    """
+    tools_of = {label: tool_schemas(episode) for label, episode in config.episodes.items()}
+    return ChatFormat(tokenizer, config.data, tools=tool_schemas(config.rollout.episode), tools_of=tools_of)
+
+
 class ChatFormat:
     """The format of prompts and of the text between turns, for a model."""
 
-    def __init__(self, tokenizer: Any, data: DataConfig, *, tools: Sequence[ToolSchema] = ()) -> None:
-        """Take a transformers tokenizer, and the functions that the policy may call.
+    def __init__(
+        self,
+        tokenizer: Any,
+        data: DataConfig,
+        *,
+        tools: Sequence[ToolSchema] = (),
+        tools_of: Mapping[str, Sequence[ToolSchema]] | None = None,
+    ) -> None:
+        """Take a transformers tokenizer, and the functions that the policy may call: for all sources, or for some.
 
         Raises:
-            DataError: the tokenizer lacks the requested template, or the template refuses tool results or does not end.
+            DataError: the tokenizer lacks the requested template; or the template refuses tool results or does not end;
+                or the template of the config writes no chat.
         """
-        has_template = tokenizer.chat_template is not None
+        self._own_template = data.chat_template if isinstance(data.chat_template, str) else None
+        self._template = "the model's template" if self._own_template is None else "the template"
+        has_template = self._own_template is not None or tokenizer.chat_template is not None
         if data.chat_template and not has_template:
             raise DataError("data.chat_template: true, but the model's tokenizer has no chat template; set it to null")
         self._tokenizer = tokenizer
         self._system_prompt = data.system_prompt
         self._tools = list(tools)
-        self.uses_template = has_template if data.chat_template is None else data.chat_template
+        self._tools_of = {label: list(own) for label, own in (tools_of or {}).items()}
+        self.uses_template = has_template if data.chat_template is None else bool(data.chat_template)
         self._special_ids = frozenset(tokenizer.all_special_ids)
         if self.uses_template:
             self._check_that_template_ends()
-        if self._tools:  # find a template without tool results now, not in the first turn
+        if any((self._tools, *self._tools_of.values())):  # find a template without tool results before the first turn
             self.between([Message("tool", "0")], last_token=int(tokenizer.eos_token_id))
 
     def prompt(self, item: Item) -> tuple[int, ...]:
         """Encode the prompt of an item, up to the policy's turn."""
-        return self.conversation(item.messages, self._tools)
+        return self.conversation(item.messages, self._tools_of.get(item.source, self._tools))
+
+    def of_source(self, label: str) -> ChatFormat:
+        """Return the format with the functions of a source."""
+        if label not in self._tools_of:
+            return self
+        made = copy.copy(self)
+        made._tools = self._tools_of[label]
+        return made
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
         """Encode messages, after the configured system prompt, up to the policy's turn."""
@@ -102,22 +133,26 @@ class ChatFormat:
         conversation = [_for_template(message) for message in messages]
         try:
             options = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": True}
-            text = str(self._tokenizer.apply_chat_template(conversation, **options))
+            own = {} if self._own_template is None else {"chat_template": self._own_template}
+            text = str(self._tokenizer.apply_chat_template(conversation, **options, **own))
         except Exception as error:  # a template is a program of the model
             roles = ", ".join(message.role for message in messages)
-            refusal = f"the model's template refuses the roles {roles}: {first_line(error)}"
+            refusal = f"{self._template} refuses the roles {roles}: {first_line(error)}"
             raise DataError(f"data.chat_template: {refusal}; set it to false for plain prompts") from error
         if len(text) > _MOST_CHARACTERS:
-            size = f"the model's template makes {len(text)} characters of {len(messages)} messages"
+            size = f"{self._template} makes {len(text)} characters of {len(messages)} messages"
             raise DataError(f"data.chat_template: {size}, expected at most {_MOST_CHARACTERS}; set it to false")
         return text
 
     def _check_that_template_ends(self) -> None:
-        """Render a few words. A template is a program of the model, and later renderings have no deadline."""
+        """Render a few words. A template is a program, and later renderings have no deadline."""
         probe = on_daemon_thread(lambda: self._rendered(_PROBE, self._tools), name="probe of the chat template")
         if not wait([probe], _PROBE_S).done:
-            refusal = f"the model's template did not render three short messages within {_PROBE_S:g} s"
+            refusal = f"{self._template} did not render three short messages within {_PROBE_S:g} s"
             raise DataError(f"data.chat_template: {refusal}; set it to false for plain prompts")
+        if self._own_template is not None and any(said.content not in probe.result() for said in _PROBE):
+            refusal = f"expected a template that writes every message, got {probe.result()[:200]!r} for a short chat"
+            raise DataError(f"data.chat_template: {refusal}; correct the template")
 
 
 def _plain(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:

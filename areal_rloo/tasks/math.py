@@ -56,6 +56,10 @@ class MathTask(RowTask):
     def reward(self, completion: str, item: Item) -> float:
         return math_reward(completion, item.answer)
 
+    def check_answer(self, item: Item) -> None:
+        if not item.answer.strip():
+            raise DataError(f"expected an answer in LaTeX for {item.text[:60]!r}, got an empty text")
+
     def final_answer(self, completion: str) -> str | None:
         """Return the boxed answer in a spelling that is equal for common variants."""
         answer = extract_boxed(completion)

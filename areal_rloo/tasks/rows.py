@@ -4,14 +4,16 @@ The task `rows` takes your own prompts, a row each, scored by your own rewards. 
 
     {"prompt": "...", "answer": "..."}        or "prompt": [{"role": "user", "content": "..."}, ...]; "answer" may lack
 
-Files: jsonl, json (an array of objects), csv and parquet. `fields` renames: field of the task ─► field of the file. The
-`datasets` library reads the hub and caches downloads; with HF_HUB_OFFLINE=1 the library reads only the cache.
+Files: jsonl, json (an array of objects), csv and parquet. `fields` renames: field of the task ─► field of the file, or
+a path to a nested field. The `datasets` library reads the hub and caches downloads; with HF_HUB_OFFLINE=1 the library
+reads only the cache.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +28,8 @@ from areal_rloo.tasks.base import Item, Message, Split, Task, check_parameters
 from areal_rloo.tasks.sendable import check_sendable
 
 _MOST_LINE_BYTES = 64 * 2**20  # a longer line means a file without line breaks
+_STEP = re.compile(r"[^.\[\]]+")  # of the path to a nested field
+_MOST_DIGITS = 9  # of an index
 
 Row = dict[str, Any]
 Located = tuple[str, Row]
@@ -106,11 +110,18 @@ def prompt_of(row: Row, where: str) -> str | tuple[Message, ...]:
 
 def messages_of(row: Row, field: str, where: str) -> tuple[Message, ...]:
     """Return a field of a row as messages; raise DataError if they are something else."""
+    given = row[field]
+    cleaned = [_without_nulls(message) for message in given] if isinstance(given, list) else given
     try:
-        return msgspec.convert(row[field], tuple[Message, ...])
+        return msgspec.convert(cleaned, tuple[Message, ...])
     except msgspec.ValidationError as error:
         expected = f"expected messages of role and content in the field '{field}'"
         raise DataError(f"{where}: {expected}: {error}") from error
+
+
+def _without_nulls(message: Any) -> Any:
+    """Leave out absent keys of a message: parquet has all keys of all messages."""
+    return {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else message
 
 
 def _from_hub(name: str, hub_split: str, fields: Mapping[str, str], key: str) -> Iterator[Located]:
@@ -177,11 +188,43 @@ def text_field(row: Row, field: str, where: str) -> str:
 
 def _renamed(row: Row, fields: Mapping[str, str], where: str) -> Row:
     """Copy renamed fields of a row under the names of the task."""
-    for ours, theirs in fields.items():
-        if theirs not in row:
-            got = ", ".join(map(str, row))
-            raise DataError(f"{where}: expected a field '{theirs}' (for {ours}), got the fields {got}")
-    return row | {ours: row[theirs] for ours, theirs in fields.items()}
+    return row | {
+        ours: _field(row, theirs, f"{where}: expected a field '{theirs}' (for {ours})")
+        for ours, theirs in fields.items()
+    }
+
+
+def _field(row: Row, path: str, expected: str) -> Any:
+    """Return a field of this name, or at this path into mappings and lists, as `a.b` or `a[0].b`.
+
+    Raises:
+        DataError: a step of the path is missing; names the step, and the fields that are there.
+    """
+    if path in row:
+        return row[path]
+    value: Any = row
+    steps = _STEP.findall(path) or [path]
+    for number, step in enumerate(steps):
+        if isinstance(value, dict) and step in value:
+            value = value[step]
+        elif isinstance(value, list) and step.isdecimal() and len(step) <= _MOST_DIGITS and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            inside = f" in '{'.'.join(steps[:number])}'" if number else ""
+            raise DataError(f"{expected}, got {_described(value)}{inside}")
+    return value
+
+
+def _described(value: Any) -> str:
+    match value:
+        case dict():
+            return f"the fields {', '.join(map(str, value))}"
+        case list():
+            return f"a list of {len(value)}"
+        case None:
+            return "null"
+        case _:
+            return type(value).__name__
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """Word problems with a number as answer, from a local file or the hub.
 
-- GSM8K (arXiv:2110.14168): fields `question` and `answer`; the answer ends in `#### N`.
+- GSM8K (arXiv:2110.14168): fields `question` and `answer`; the answer ends in `#### N`, or is a number.
 - SVAMP (arXiv:2103.07191), problems with irrelevant details: fields `Body`, `Question` and `Answer`, a number.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from areal_rloo.errors import DataError
-from areal_rloo.tasks.answers import answer_key, answer_reward, extract_answer
+from areal_rloo.tasks.answers import answer_key, answer_reward, check_gold, extract_answer, gold_answer
 from areal_rloo.tasks.base import Item
 from areal_rloo.tasks.rows import Row, RowTask, text_field
 
@@ -24,6 +24,9 @@ class _WordProblems(RowTask):
     def reward(self, completion: str, item: Item) -> float:
         return answer_reward(completion, item.answer, fallback=self.parameters["last_number_fallback"])
 
+    def check_answer(self, item: Item) -> None:
+        check_gold(item)
+
     def final_answer(self, completion: str) -> str | None:
         return answer_key(completion, fallback=self.parameters["last_number_fallback"])
 
@@ -34,10 +37,14 @@ class Gsm8kTask(_WordProblems):
     hub = "openai/gsm8k:main"
 
     def item(self, row: Row, where: str) -> Item:
-        question, answer = text_field(row, "question", where), text_field(row, "answer", where)
-        if extract_answer(answer) is None:
-            raise DataError(f"{where}: expected an 'answer' ending in '#### number', got {answer[-40:]!r}")
-        return Item(question + _INSTRUCTION, answer, fields=row)
+        question, number = text_field(row, "question", where), row.get("answer")
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        answer = str(number) if is_number else text_field(row, "answer", where)
+        if gold_answer(answer) is None:
+            expected = "expected an 'answer' ending in '#### number', or a number alone"
+            raise DataError(f"{where}: {expected}, got {answer[-40:]!r}")
+        shown = answer if extract_answer(answer) is not None else f"#### {answer}"  # a demonstration has the mark
+        return Item(question + _INSTRUCTION, shown, fields=row)
 
 
 class SvampTask(_WordProblems):

@@ -82,9 +82,10 @@ class SoakedRun:
         hazard.write_text(_HAZARD.format(share=hazard_share, slow=work / SLOW_REWARDS))
         entry = work / "entry.py"
         entry.write_text(_ENTRY.format(hanging=work / HANGING_ENGINE))
-        rewards = f"data.train.rewards=[{{task: arithmetic}}, {{function: '{hazard}:hazard'}}]"
+        hazards = f"[{{task: arithmetic}}, {{function: '{hazard}:hazard'}}]"
+        rewards = (f"data.train.rewards={hazards}", "data.eval.rewards=[]")
         steps = (f"learner.num_train_steps={num_train_steps}", f"run.entry={entry}")
-        self._arguments = (*CONFIG, rewards, *steps, f"run.seed={seed}", f"run.folder={self.folder}")
+        self._arguments = (*CONFIG, *rewards, *steps, f"run.seed={seed}", f"run.folder={self.folder}")
         self._output = work / "launcher.out"
         self.launcher = self.start()
 

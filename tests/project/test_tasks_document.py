@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from areal_rloo.config import load_config
-from areal_rloo.config.rollout import BUILT_IN
+from areal_rloo.config.episode import BUILT_IN
 from areal_rloo.inspect.__main__ import parse_arguments
 from areal_rloo.tasks.loading import TASKS
 

@@ -216,6 +216,45 @@ BY_HAND = [
     ("algorithm.group_filter=os:nothing", "algorithm.group_filter: os has no function 'nothing'"),
     ("rollout.episode.type=os:system", "rollout.episode.type: expected a class with an async method run()"),
     ("rollout.episode.type=agent & rollout.episode.agent=no:f", "rollout.episode.agent: no cannot be imported"),
+    (
+        "data.overlong_prompts=truncate",
+        "data.overlong_prompts: expected one of error, filter, truncate_left, truncate_r",
+    ),
+    ("data.chat_template=no.jinja", "data.chat_template: no.jinja: cannot be read: [Errno 2] No such file"),
+    ("data.chat_template=5", "data.chat_template: expected bool or str or null, got int; the value is 5"),
+    ("data.train.temperature=0.7", "unknown key 'data.train.temperature'; a source has only max_new_tokens of its own"),
+    ("data.train=[{sampling: {}}]", "unknown key 'data.train.0.sampling'; a source has only max_new_tokens of its own"),
+    (
+        "data.train.episode={type: agent}",
+        "data.train.episode.type: expected one of single_turn, multi_turn, tool_use, ",
+    ),
+    ("data.train.episode={tools: [python]}", "data.train.episode.tools: nothing reads it with type=single_turn; leave"),
+    ("data.train.episode={timeout_s: 3}", "unknown key 'data.train.episode.timeout_s'"),
+    ("data.train.max_new_tokens=4096", "data.train.max_new_tokens: expected at most rollout.sampling.max_new_tokens="),
+    (
+        "data.train.max_new_tokens=9 & evaluation.max_new_tokens=8 & data.eval.max_new_tokens=9",
+        "data.eval.max_new_tokens: expected at most evaluation.max_new_tokens=8, got 9",
+    ),
+    (
+        "data.train.max_new_tokens=9 & algorithm.rewards.overlong_tokens=4",
+        "algorithm.rewards.overlong_tokens: expected 0 with data.train.max_new_tokens=9, got 4",
+    ),
+    (
+        "rollout.sampling={min_new_tokens: 5, allow_truncated: true, max_new_tokens: 64} & data.train.max_new_tokens=4",
+        "data.train.max_new_tokens: expected at least rollout.sampling.min_new_tokens=5, got 4",
+    ),
+    (
+        "data.train.episode={type: multi_turn} & data.eval.episode=null",
+        "data.eval.episode: expected the episode of the source of data.train with the same name 'arithmetic', got",
+    ),
+    (
+        "rollout.episode={type: tool_use, tools: [calculator, search]}",
+        "rollout.episode.tools.1: expected calculator, python or your function, as module:function or file.py:function"
+        ", got 'search'; for example rollout.episode.tools=[calculator, my_tools.py:search]",
+    ),
+    ("rollout.episode={type: tool_use, tools: ['no.py:f']}", "rollout.episode.tools: no.py cannot be imported"),
+    ("rollout.episode={type: tool_use, tools: ['a:f', 'b:f']}", "rollout.episode.tools: expected different tools"),
+    ("data.train.episode={type: tool_use, tools: ['os:system']}", "data.train.episode.tools: os:system: expected"),
     # keys
     ("learner.lr=1e-5", "unknown key 'learner.lr'; did you mean 'learner.optimizer.learning_rate'?"),
     ("data.eval=[]", "data.eval: expected at least one source, got an empty list; leave the key out, or null"),

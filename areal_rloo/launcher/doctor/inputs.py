@@ -36,6 +36,7 @@ from areal_rloo.rewards import check_rewards
 from areal_rloo.rewards.functions import is_async
 from areal_rloo.rollout.trial import try_own_episode
 from areal_rloo.tasks import check_data
+from areal_rloo.tasks.tools import make_tools
 from areal_rloo.tasks.tools.sandbox import check_sandbox
 
 _IMPORT_S = 180.0
@@ -220,6 +221,18 @@ def check_functions(situation: Situation) -> Iterator[Finding]:
             yield ok(key, path)
         except ConfigError as error:
             yield refused(key, error, fix="correct the path, relative to the working folder")
+    yield from _check_tools(situation.config)
+
+
+def _check_tools(config: Config) -> Iterator[Finding]:
+    sources = (*config.data.keyed_train_sources, *config.data.keyed_eval_sources)
+    own = {f"{key}.episode": source.episode for key, source in sources if source.episode is not None}
+    for key, episode in {"rollout.episode": config.rollout.episode, **own}.items():
+        try:
+            if tools := make_tools(episode, key):
+                yield ok(f"{key}.tools", ", ".join(tools))
+        except ConfigError as error:
+            yield refused(f"{key}.tools", error, fix="correct the function, or leave the tool out")
 
 
 def _check_episode(config: Config) -> None:
@@ -251,8 +264,9 @@ def check_data_files(situation: Situation) -> Iterator[Finding]:
         if (agent := situation.config.rollout.episode.agent) is not None:
             from areal_rloo.rollout.agent import check_agent  # noqa: PLC0415 - imports aiohttp
 
-            for items in looked.values():
-                check_agent(agent, items)
+            for (_, label), items in looked.items():
+                if situation.config.episode_of(label).agent is not None:
+                    check_agent(agent, items)
         absent = dict.fromkeys(key for key, _ in missing_datasets(situation))  # `check_hub` looks for these
         what = "tasks and rewards are in order" if absent else "files, tasks and rewards are in order"
         yield ok("data", f"{what}; not here yet: {', '.join(absent)}" if absent else what)
@@ -264,8 +278,9 @@ def check_data_files(situation: Situation) -> Iterator[Finding]:
 
 def check_tool_sandbox(situation: Situation) -> Iterator[Finding]:
     """Try the sandbox of the policy's Python on this host."""
-    episode = situation.config.rollout.episode
-    if episode.type != "tool_use" or "python" not in episode.tools:
+    config = situation.config
+    used = (config.rollout.episode, *config.episodes.values())
+    if not any(episode.type == "tool_use" and "python" in episode.tools for episode in used):
         return
     try:
         check_sandbox([situation.folder] if situation.folder is not None else [])

@@ -3,6 +3,7 @@
 Mistakes of the model (a missing argument, a wrong expression, a failing program) become text for the model. An
 exception means a mistake of this package or of the machine.
 
+- `functions`: functions of the user as tools.
 - `calculator`: computes arithmetic expressions exactly.
 - `programs`: runs Python programs of the model, and tries again if a sandbox fails.
 - `sandbox`: runs a Python program in a locked process.
@@ -15,15 +16,28 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
-from areal_rloo.config import EpisodeConfig
+from areal_rloo.config import SourceEpisodeConfig
 from areal_rloo.tasks.tools.calculator import calculate
+from areal_rloo.tasks.tools.functions import FunctionTool
 from areal_rloo.tasks.tools.programs import Programs
 from areal_rloo.tasks.tools.sandbox import SandboxLimits
 
 
+class Tool(Protocol):
+    """A function that the model may call."""
+
+    @property
+    def schema(self) -> dict[str, object]:
+        """The schema in OpenAI's format, for `apply_chat_template(tools=...)`."""
+
+    async def call(self, arguments: Mapping[str, object]) -> str:
+        """Call the tool; return `error: ...` for wrong arguments."""
+
+
 @dataclass(frozen=True, slots=True)
-class Tool:
+class TextTool:
     """A function of a text, with a description for the model."""
 
     name: str
@@ -34,7 +48,6 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, object]:
-        """The schema in OpenAI's format, for `apply_chat_template(tools=...)`."""
         parameters = {
             "type": "object",
             "properties": {self.argument: {"type": "string", "description": self.argument_description}},
@@ -45,7 +58,6 @@ class Tool:
         return {"type": "function", "function": function}
 
     async def call(self, arguments: Mapping[str, object]) -> str:
-        """Call the tool; return `error: ...` for wrong arguments."""
         value = arguments.get(self.argument)
         extra = sorted(set(arguments) - {self.argument})
         if self.argument not in arguments:
@@ -66,7 +78,7 @@ async def _calculator(expression: str) -> str:
     return calculate(expression)
 
 
-_CALCULATOR = Tool(
+_CALCULATOR = TextTool(
     name="calculator",
     description="Compute an arithmetic expression exactly: + - * / // % **, parentheses and decimals.",
     argument="expression",
@@ -76,7 +88,7 @@ _CALCULATOR = Tool(
 
 
 def _python(limits: SandboxLimits) -> Tool:
-    return Tool(
+    return TextTool(
         name="python",
         description=(
             "Run a Python program and see what it prints. Every call starts afresh; there is no network, no other "
@@ -88,15 +100,28 @@ def _python(limits: SandboxLimits) -> Tool:
     )
 
 
-def make_tools(episode: EpisodeConfig) -> dict[str, Tool]:
-    """Make the tools of an episode, by name; empty for a type without tools."""
+def make_tools(episode: SourceEpisodeConfig, key: str = "rollout.episode") -> dict[str, Tool]:
+    """Make the tools of an episode, by name; empty for a type without tools. `key`: of the episode, for errors.
+
+    Raises:
+        ConfigError: a function of the user cannot be imported, or is no tool.
+    """
     if episode.type != "tool_use":
         return {}
     chosen = episode.python
     limits = SandboxLimits(cpu_s=chosen.cpu_s, wall_s=chosen.wall_s, memory_bytes=chosen.memory_bytes)
-    return {name: _CALCULATOR if name == "calculator" else _python(limits) for name in episode.tools}
+    tools: dict[str, Tool] = {}
+    for path in episode.tools:
+        if path == "calculator":
+            tools[path] = _CALCULATOR
+        elif path == "python":
+            tools[path] = _python(limits)
+        else:
+            function = FunctionTool(f"{key}.tools", path, timeout_s=episode.tool_timeout_s)
+            tools[function.name] = function
+    return tools
 
 
-def tool_schemas(episode: EpisodeConfig) -> list[dict[str, object]]:
+def tool_schemas(episode: SourceEpisodeConfig) -> list[dict[str, object]]:
     """Return the schemas of an episode's tools, for prompts."""
     return [tool.schema for tool in make_tools(episode).values()]

@@ -283,12 +283,16 @@ def test_a_prompt_that_travels_once_counts_in_every_length(intake: Intake) -> No
     assert _refused(intake) == {"length": 1}
 
 
-SPANS = [("single_turn", 3, True), ("multi_turn", 3, False), ("multi_turn", 2, True), ("some.module:Episode", 2, False)]
+SPANS = [
+    *(("single_turn", "null", 3, True), ("multi_turn", "null", 3, False), ("multi_turn", "null", 2, True)),
+    *(("some.module:Episode", "null", 2, False), ("single_turn", "{type: multi_turn}", 3, False)),
+]
 
 
-@pytest.mark.parametrize(("kind", "num_spans", "is_lie"), SPANS)
-def test_the_policy_has_the_last_word_in_built_in_episodes(kind: str, num_spans: int, is_lie: bool) -> None:
-    lies = make_intake(make_offers(), *ONE_GROUP, f"rollout.episode.type={kind}").lies
+@pytest.mark.parametrize(("kind", "of_source", "num_spans", "is_lie"), SPANS)
+def test_the_policy_has_the_last_word(kind: str, of_source: str, num_spans: int, is_lie: bool) -> None:
+    episodes = (f"rollout.episode.type={kind}", f"data.train.episode={of_source}")
+    lies = make_intake(make_offers(), *ONE_GROUP, *episodes).lies
     answer = _answer(Duty(1, 0, 0), tokens=[3] * num_spans, spans=(1,) * num_spans)
     prompt, results = Prompt(0, 0, PROMPT, Item("?")), _results(Finished(1, (answer,)))
     assert isinstance(results, Results)

@@ -1,4 +1,4 @@
-"""Prompts that are too long: refused with their name, left out and counted, or cut to their end."""
+"""Prompts that are too long: refused with their name, left out and counted, or truncated on a side."""
 
 from pathlib import Path
 
@@ -26,18 +26,34 @@ def test_a_prompt_that_is_too_long_is_refused_with_the_remedies(
         _tokenized(tiny_folders["qwen2"], "how many apples are there", max_prompt_tokens=5)
     expected = "data.max_prompt_tokens: expected at most 5, got 25 tokens for item 7 of the source 'mine', with the "
     assert str(caught.value).startswith(f"{expected}prompt 'how many apples")
-    assert "set data.overlong_prompts to filter or truncate" in str(caught.value)
+    assert "set data.overlong_prompts to filter or truncate_left" in str(caught.value)
 
 
-def test_a_prompt_that_is_too_long_is_filtered_or_truncated(
-    tiny_folders: dict[str, Path],
-) -> None:
+def test_a_prompt_that_is_too_long_is_left_out(tiny_folders: dict[str, Path]) -> None:
     folder = tiny_folders["qwen2"]
     whole = _tokenized(folder, "1+2+3=?")
     assert whole is not None
     assert _tokenized(folder, "1+2+3=?", max_prompt_tokens=5, overlong_prompts="filter") is None
-    assert _tokenized(folder, "1+2+3=?", max_prompt_tokens=5, overlong_prompts="truncate") == whole[-5:]
     assert _tokenized(folder, "1+2+3=?", max_prompt_tokens=7, overlong_prompts="filter") == whole
+
+
+@pytest.mark.parametrize(
+    ("side", "most", "expected"),
+    [
+        ("left", 5, "2+3=?"),
+        ("right", 5, "1+2+3"),
+        ("middle", 5, "1+3=?"),
+        ("middle", 4, "1+=?"),
+        ("middle", 1, "?"),
+        *((side, 7, "1+2+3=?") for side in ("left", "right", "middle")),
+    ],
+)
+def test_a_prompt_loses_tokens_on_the_side_that_is_named(
+    side: str, most: int, expected: str, tiny_folders: dict[str, Path]
+) -> None:
+    folder = tiny_folders["qwen2"]
+    shorter = _tokenized(folder, "1+2+3=?", max_prompt_tokens=most, overlong_prompts=f"truncate_{side}")
+    assert shorter == _tokenized(folder, expected)
 
 
 def test_an_item_has_its_number_in_its_own_source() -> None:

@@ -133,6 +133,25 @@ def test_only_a_known_set_becomes_a_task(name: str, expected: dict[str, str]) ->
     assert source(name) == expected
 
 
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+def test_verl_and_ours_truncate_on_the_same_side(side: str, tmp_path: Path) -> None:
+    text = f"verl algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 data.truncation={side}"
+    assert translate(found("run.sh", tmp_path, text)).tree["data"]["overlong_prompts"] == f"truncate_{side}"
+
+
+@pytest.mark.parametrize("name", ["gsm8k/train.parquet", "mine.parquet"])
+def test_prepared_files_of_verl_stay_files(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    text = "verl algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 actor_rollout_ref.model.path=m"
+    given = found("run.sh", tmp_path, f"{text} data.train_files={path} data.prompt_key=messages")
+    train = translate(given).tree["data"]["train"]
+    assert (train["task"], train["path"]) == ("rows", str(path))
+    assert train["fields"] == {"answer": "reward_model.ground_truth", "prompt": "messages"}
+    assert train.get("rewards") == ([{"task": "gsm8k"}] if "gsm8k" in name else None)
+
+
 @pytest.mark.parametrize(
     ("yaml_text", "expected"),
     [

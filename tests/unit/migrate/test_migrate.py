@@ -234,7 +234,7 @@ def test_the_small_example_of_verl_shares_one_gpu(tmp_path: Path) -> None:
     assert config.learner.lora is not None
     assert (config.learner.lora.rank, config.learner.lora.alpha) == (32, 32)
     assert config.algorithm.kl.coefficient == 0  # verl has no KL unless a switch says so
-    assert (config.data.overlong_prompts, config.checkpoint.every_n_steps) == ("truncate", 0)
+    assert (config.data.overlong_prompts, config.checkpoint.every_n_steps) == ("truncate_left", 0)
     assert "ppo_micro_batch_size_per_gpu" in "".join(line.name for line in translation.lines if line.fate == "hand")
 
 
@@ -273,7 +273,7 @@ def test_all_unknown_settings_are_listed_at_once(tmp_path: Path) -> None:
         ("algorithm.adv_estimator=gae", "hand", "expected one of rloo"),
         ("actor_rollout_ref.actor.ppo_epochs=many", "hand", "expected a number"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=100", "hand", "expected a divisor"),
-        ("data.truncation=middle", "hand", "ours keeps the end"),
+        ("data.truncation=cut", "hand", "expected one of error, left, right, middle"),
         ("trainer.n_gpus_per_node=half", "hand", "expected a number"),
         ("reward_model.enable=True", "hand", "data.train.rewards"),
     ],

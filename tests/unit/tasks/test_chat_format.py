@@ -62,3 +62,30 @@ def test_a_rendering_that_is_too_long_is_refused() -> None:
     chat = ChatFormat(tokenizer, DataConfig())
     with pytest.raises(DataError, match="makes 20000000 characters of 1 messages, expected at most 16777216"):
         chat.conversation([Message("user", "x" * 20_000_000)])
+
+
+def test_a_template_of_the_config_replaces_that_of_the_tokenizer() -> None:
+    tokenizer = make_tiny_tokenizer()
+    own = "{% for m in messages %}({{ m.role }}){{ m.content }}{% endfor %}"
+    for template in (None, CHAT_ML):
+        tokenizer.chat_template = template
+        chat = ChatFormat(tokenizer, DataConfig(chat_template=own))
+        assert chat.uses_template
+        assert chat.text(chat.prompt(Item("1+2=?"))) == "(user)1+2=?"
+        assert chat.text(chat.conversation([Message("user", "a"), Message("assistant", "b")])) == "(user)a(assistant)b"
+        assert chat.text(chat.between([Message("user", "c")], last_token=EOS)) == "(user)c"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for m in messages %}", "the template refuses the roles user, assistant, user: Unexpected end of template"),
+        ("{{ raise_exception('no') }}", "the template refuses the roles user, assistant, user: no"),
+        ("{{ conversation }}", "expected a template that writes every message, got '' for a short chat"),
+        ("{{ messages[0].content }}", "expected a template that writes every message, got '1+1=?' for a short chat"),
+    ],
+)
+def test_a_template_of_the_config_must_write_a_chat(template: str, words: str) -> None:
+    with pytest.raises(DataError) as caught:
+        ChatFormat(make_tiny_tokenizer(), DataConfig(chat_template=template))
+    assert str(caught.value).startswith(f"data.chat_template: {words}")

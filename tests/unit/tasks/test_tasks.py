@@ -108,8 +108,9 @@ def test_a_broken_file_is_refused_with_name_and_line(tmp_path: Path) -> None:
         ('\n{"question": \n', "a.jsonl:2: not valid JSON: Expecting value at column 13$"),
         ("[1]", "a.jsonl:1: expected an object"),
         ('{"question": "x"}', "a.jsonl:1: expected text in the field 'answer', got the fields question"),
-        ('{"question": "x", "answer": 4}', "a.jsonl:1: expected text in the field 'answer', got int"),
-        ('{"question": "x", "answer": "four"}', "a.jsonl:1: expected an 'answer' ending in '#### number'"),
+        ('{"question": "x", "answer": true}', "a.jsonl:1: expected text in the field 'answer', got bool"),
+        ('{"question": "x", "answer": "four"}', "a.jsonl:1: expected an 'answer' ending in '#### number', or a number"),
+        ('{"question": "x", "answer": "4 or 5"}', "a.jsonl:1: expected an 'answer' ending in '#### number', or a numb"),
     ],
 )
 def test_a_bad_row_is_refused_with_its_line(tmp_path: Path, text: str, words: str) -> None:
