@@ -98,6 +98,9 @@ class DataConfig(Section, frozen=True):
     # An evaluation set, or a list; null: no evaluation.
     eval: EvalSourceConfig | tuple[EvalSourceConfig, ...] | None = None
     num_epochs: PositiveInt | None = None  # passes over the prompts; null: as many as learner.num_train_steps needs
+    # A function that gives each prompt of a source a weight, from the past rewards: the next prompts are drawn by these
+    # weights, with repetition. module:function or file.py:function; null: every prompt once in each pass.
+    curriculum: str | None = None
     deduplicate: bool = False  # remove repeated train prompts, and train prompts of an evaluation set
     max_prompt_tokens: Tokens = 512  # longest prompt
     # A longer prompt ends the start, or is left out, or keeps its last tokens (the question).
@@ -139,6 +142,11 @@ def data_mistakes(data: DataConfig) -> Iterator[str]:
         yield from _labels_mistakes(key, "sources", sources)
     for key, source in (*data.keyed_train_sources, *data.keyed_eval_sources):
         yield from _source_mistakes(key, source)
+    if data.curriculum is not None and data.num_epochs is not None:
+        yield (
+            f"data.num_epochs: expected null with data.curriculum={data.curriculum}, got {data.num_epochs}; prompts "
+            "drawn by weights come in no passes; set learner.num_train_steps"
+        )
     weights = [source.weight for source in data.train_sources]
     if None in weights and any(weight is not None for weight in weights):
         yield (

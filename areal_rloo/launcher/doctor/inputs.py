@@ -9,9 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from areal_rloo.config import Config, import_function
+from areal_rloo.config import AlgorithmConfig, Config, import_function
 from areal_rloo.engines.installed import find_api_key, find_python, package_of, remedy
 from areal_rloo.errors import ConfigError, ModelError, UserError
+from areal_rloo.intake.curriculum import load_curriculum
 from areal_rloo.launcher.doctor.base import Finding, Situation, last_line, ok, refused, unsure, wrong
 from areal_rloo.launcher.doctor.hub import missing_datasets, model_paths
 from areal_rloo.launcher.placement import gpus_each
@@ -200,7 +201,8 @@ def _check_copy(key: str, folder: Path, context_tokens: int, more: Sequence[str]
 
 
 def check_functions(situation: Situation) -> Iterator[Finding]:
-    """Import the user's functions."""
+    """Import the user's functions, and try those in place of parts of the algorithm."""
+    yield from _check_own_parts(situation.config.algorithm)
     episode = situation.config.rollout.episode
     paths = {
         "algorithm.group_filter": situation.config.algorithm.group_filter,
@@ -220,6 +222,26 @@ def check_functions(situation: Situation) -> Iterator[Finding]:
             yield ok(key, path)
         except ConfigError as error:
             yield refused(key, error, fix="correct the path, relative to the working folder")
+
+
+def _check_own_parts(algorithm: AlgorithmConfig) -> Iterator[Finding]:
+    """Try the functions of `algorithm/own_parts.py` in a process, which imports torch."""
+    paths = {
+        "algorithm.loss.kind": None if algorithm.loss.built_in else algorithm.loss.kind,
+        "algorithm.advantages": algorithm.advantages,
+        "algorithm.sample_weights": algorithm.sample_weights,
+    }
+    given = {key: path for key, path in paths.items() if path is not None}
+    if not given:
+        return
+    command = [sys.executable, "-m", "areal_rloo.algorithm.own_parts", msgspec.json.encode(algorithm).decode()]
+    works, words = last_line(command, timeout_s=_IMPORT_S)
+    if works:
+        yield from (ok(key, path) for key, path in given.items())
+    else:
+        key = next((key for key in given if words.startswith(f"{key}: ")), next(iter(given)))
+        text = words if words.startswith(f"{key}: ") else f"{key}: {given[key]} cannot be tried: {words}"
+        yield refused(key, ConfigError(text), fix="correct the function")
 
 
 def _check_episode(config: Config) -> None:
@@ -248,6 +270,7 @@ def check_data_files(situation: Situation) -> Iterator[Finding]:
     try:
         looked = check_data(situation.config.data, most_item_bytes=situation.config.wire.most_item_bytes)
         check_rewards(situation.config.data, looked)
+        load_curriculum(situation.config, [items for (split, _), items in looked.items() if split == "train"])
         if (agent := situation.config.rollout.episode.agent) is not None:
             from areal_rloo.rollout.agent import check_agent  # noqa: PLC0415 - imports aiohttp
 
