@@ -60,6 +60,7 @@ from areal_rloo.tasks.tools import tool_schemas
 from areal_rloo.telemetry.health import Health, HealthStatistics
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 from areal_rloo.telemetry.metrics import MetricsFile, watch
+from areal_rloo.telemetry.own_code import own_code, own_code_lines
 from areal_rloo.telemetry.record_file import cut_records
 from areal_rloo.telemetry.scrapes import serve_process
 from areal_rloo.telemetry.stacks import show_on_signal
@@ -118,6 +119,8 @@ def main() -> int:
 
 
 def _run(config: Config, arguments: Arguments, name: str) -> int:
+    for line in own_code_lines(own_code(config)):
+        logger.info("%s", line)
     import_entry(config.run.entry)
     grow_segments(torch.device(arguments.device))
     torch.manual_seed(config.run.seed)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_rloo.config import AlgorithmConfig, Config, import_function
+from areal_rloo.config import Config, import_function
 from areal_rloo.engines.installed import find_api_key, find_python, package_of, remedy
 from areal_rloo.errors import ConfigError, ModelError, UserError
 from areal_rloo.intake.curriculum import load_curriculum
@@ -201,8 +201,7 @@ def _check_copy(key: str, folder: Path, context_tokens: int, more: Sequence[str]
 
 
 def check_functions(situation: Situation) -> Iterator[Finding]:
-    """Import the user's functions, and try those in place of parts of the algorithm."""
-    yield from _check_own_parts(situation.config.algorithm)
+    """Import the user's functions."""
     episode = situation.config.rollout.episode
     paths = {
         "algorithm.group_filter": situation.config.algorithm.group_filter,
@@ -224,8 +223,9 @@ def check_functions(situation: Situation) -> Iterator[Finding]:
             yield refused(key, error, fix="correct the path, relative to the working folder")
 
 
-def _check_own_parts(algorithm: AlgorithmConfig) -> Iterator[Finding]:
-    """Try the functions of `algorithm/own_parts.py` in a process, which imports torch."""
+def check_own_parts(situation: Situation) -> Iterator[Finding]:
+    """Try the user's parts of the algorithm in a process, which imports torch (`algorithm/own_parts.py`)."""
+    algorithm = situation.config.algorithm
     paths = {
         "algorithm.loss.kind": None if algorithm.loss.built_in else algorithm.loss.kind,
         "algorithm.advantages": algorithm.advantages,
