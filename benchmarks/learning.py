@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from areal_rloo.config import Config, load_config
 from areal_rloo.engines.base import GenerationRequest, SamplingParameters
 from areal_rloo.engines.embedded import EmbeddedEngine
-from areal_rloo.intake.prompts import Prompt, PromptStream, Tokenizer
+from areal_rloo.intake.prompts import Prompt, PromptStream
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.rank import LearnerRank
 from areal_rloo.learner.team import Team
@@ -35,7 +35,7 @@ from areal_rloo.learner.train_step import TrainStep
 from areal_rloo.learner.warm_start import prepare_tiny_model
 from areal_rloo.models.files import load_tokenizer, stop_token_ids
 from areal_rloo.tasks import Task, load_eval, load_train, make_task
-from areal_rloo.tasks.chat import ChatFormat
+from areal_rloo.tasks.chat import ChatFormat, Tokenizer
 from areal_rloo.trajectory import Completion, Group, Trajectory
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ the loss does not have it, or if it needs values which were not computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -142,4 +142,21 @@ def describe_advantages(advantages: Tensor, counts: Tensor) -> dict[str, float]:
         "advantage_min": float(values.min()),
         "advantage_max": float(values.max()),
         "advantage_abs_mean": float((values.abs() * shares).sum()),
+    }
+
+
+def describe_tokens(num_by_staleness: Mapping[int, int], num_stale: int, num_truncated: int) -> dict[str, Any]:
+    """Count the tokens of a batch by field of `TrainRecord`.
+
+    The tokens in the loss are given by staleness; the others are past the bound, or of a truncated sample.
+    """
+    num_in_loss = sum(num_by_staleness.values())
+    num_all = max(1, num_in_loss + num_stale + num_truncated)
+    return {
+        "trained_tokens": num_in_loss,
+        "staleness_mean": sum(s * n for s, n in num_by_staleness.items()) / max(1, num_in_loss),
+        "staleness_max": max(num_by_staleness, default=0),
+        "staleness_tokens": dict(num_by_staleness),
+        "masked_token_share": num_stale / num_all,
+        "truncated_token_share": num_truncated / num_all,
     }

@@ -13,6 +13,7 @@ mean (`sample_weights`), H_t the entropy of the policy at the token, beta v_t D_
                (arXiv:1707.06347, 1912.09729)
     cispo      clip(rho, 1 - eps_low, 1 + eps_high) A log current, without gradient through rho  (arXiv:2506.13585)
     reinforce  A log current
+    or minus the loss that a function of the user gives the token (`areal_rloo.algorithm.own_parts`)
 
 rho, by `ratio_level`, over the tokens in the loss of a sequence:
 
@@ -43,6 +44,7 @@ from torch import Tensor
 
 from areal_rloo.algorithm.behaviour_weight import behaviour_weights, of_sequences
 from areal_rloo.algorithm.kl import LOG_LIMIT, KLTerm, exp_limited
+from areal_rloo.algorithm.own_parts import OwnLoss
 from areal_rloo.config import LossConfig
 
 
@@ -90,12 +92,14 @@ def policy_loss(
     sequence_index: Tensor,
     config: LossConfig,
     kl: KLTerm | None = None,
+    own: OwnLoss | None = None,
 ) -> LossOutput:
     """Compute the loss of a microbatch by the equation above.
 
     All tensors are [num_tokens]; staleness is int, sequence_index int64, the others float. Only the current logprobs,
     and with an `entropy_coefficient` the entropies, have a gradient. A token weight of 0 removes a token from loss and
     metrics, whatever the logprobs are. `sequence_index` numbers the sequences of the tokens from 0; all are whole.
+    `own` is the function of a `kind` that is not built in.
     """
     in_loss = token_weights != 0
     current = torch.where(in_loss, current_logprobs, 0.0)
@@ -104,7 +108,12 @@ def policy_loss(
     anchor = proximal if config.decoupled else behaviour
     log_ratio = _at_level(current - anchor, in_loss, sequence_index, config)
     ratio = exp_limited(log_ratio)
-    objective, clip_decides = _objective(ratio, current, advantages, config)
+    if own is None:
+        objective, clip_decides = _objective(ratio, current, advantages, config)
+    else:
+        logprobs = {"current_logprobs": current, "proximal_logprobs": anchor, "behaviour_logprobs": behaviour}
+        objective = torch.where(in_loss, -own(**logprobs, advantages=advantages, config=config), 0.0)
+        clip_decides = torch.zeros_like(in_loss)
     correction = behaviour_weights(anchor - behaviour, in_loss, sequence_index, config.behaviour_weight)
     objective = correction.weight * objective
     if config.entropy_coefficient != 0:
@@ -159,7 +168,7 @@ def _objective(ratio: Tensor, current: Tensor, advantages: Tensor, config: LossC
             return objective, clip_decides
         case "cispo":
             return clipped.detach() * advantages * current, ratio != clipped
-        case "reinforce":
+        case _:
             return advantages * current, torch.zeros_like(ratio, dtype=torch.bool)
 
 

@@ -21,7 +21,9 @@ from areal_rloo.config.section import (
     Probability,
     Section,
 )
+from areal_rloo.errors import shown
 
+_LOSSES = ("ppo", "cispo", "reinforce")
 NormLevel = Literal["group", "batch", "none"]
 _Published = Literal["rloo", "reinforce", "grpo", "dr_grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 _OfLibraries = Literal["rloo_areal", "rloo_verl", "rloo_trl", "rloo_ms_swift"]
@@ -71,8 +73,9 @@ class BehaviourWeightConfig(Section, frozen=True):
 class LossConfig(Section, frozen=True):
     """The loss of each token and the mean over tokens (see `areal_rloo.algorithm.loss`)."""
 
-    # `ppo` clips the ratio, cispo clips the weight and keeps the gradient, reinforce has no ratio.
-    kind: Literal["ppo", "cispo", "reinforce"] = "ppo"
+    # `ppo` clips the ratio, cispo clips the weight and keeps the gradient, reinforce has no ratio. Or a function of
+    # yours that gives the loss of each token: module:function or file.py:function.
+    kind: str = "ppo"
     ratio_level: Literal["token", "sequence_mean", "sequence_sum"] = "token"  # sequence: as in GSPO and TRL
     decoupled: bool = True  # false: clip against the behaviour policy, as in plain PPO
     proximal: Literal["recompute", "reuse", "interpolate"] = "recompute"  # logprobs after the first minibatch
@@ -92,6 +95,10 @@ class LossConfig(Section, frozen=True):
     def recomputes(self) -> bool:
         """True if later minibatches need the logprobs of the policy at the start of the step."""
         return self.decoupled and self.proximal == "recompute"
+
+    @property
+    def built_in(self) -> bool:
+        return self.kind in _LOSSES
 
     @property
     def of_tokens(self) -> bool:
@@ -140,6 +147,11 @@ class AlgorithmConfig(Section, frozen=True):
     returns: Literal["trajectory", "token"] = "trajectory"  # token: each token gets the sum of later rewards
     discount: Probability = 1.0  # for each token of distance; needs returns=token
     adv_norm: NormConfig = NormConfig(mean_level="group", mean_leave1out=True)
+    # A function in place of adv_norm, from the rewards of a batch to an advantage for each sample: module:function or
+    # file.py:function; null: none.
+    advantages: str | None = None
+    # A function that gives each sample a factor on its share of the loss: module:function or file.py:function; null: 1.
+    sample_weights: str | None = None
     loss: LossConfig = LossConfig()
     kl: KLConfig = KLConfig()
 
@@ -151,7 +163,10 @@ class AlgorithmConfig(Section, frozen=True):
 
 def algorithm_mistakes(algorithm: AlgorithmConfig, *, max_new_tokens: int) -> Iterator[str]:
     """Check dependent options; give the text of each error."""
-    for name, norm in (("adv_norm", algorithm.adv_norm), ("reward_norm", algorithm.reward_norm)):
+    norms = {"reward_norm": algorithm.reward_norm}
+    if algorithm.advantages is None:
+        norms = {"adv_norm": algorithm.adv_norm, **norms}
+    for name, norm in norms.items():
         yield from _norm_mistakes(f"algorithm.{name}", norm, algorithm.group_size)
     yield from _returns_mistakes(algorithm)
     yield from _rewards_mistakes(algorithm.rewards, max_new_tokens)
@@ -187,6 +202,11 @@ def _norm_mistakes(key: str, norm: NormConfig, group_size: int) -> Iterator[str]
 
 def _returns_mistakes(algorithm: AlgorithmConfig) -> Iterator[str]:
     norm = algorithm.adv_norm
+    if algorithm.advantages is not None and algorithm.returns == "token":
+        yield (
+            f"algorithm.returns: expected trajectory with algorithm.advantages={algorithm.advantages}, got token; the "
+            "function gives an advantage for each sample; set algorithm.returns=trajectory"
+        )
     if algorithm.returns == "trajectory":
         if algorithm.discount != 1:
             yield (
@@ -224,9 +244,16 @@ def _rewards_mistakes(rewards: RewardsConfig, max_new_tokens: int) -> Iterator[s
 
 def _loss_mistakes(loss: LossConfig) -> Iterator[str]:
     key = "algorithm.loss"
+    if not loss.built_in and ":" not in loss.kind:
+        yield f"{key}.kind: expected one of {', '.join(_LOSSES)}, or file.py:function, got '{shown(loss.kind)}'"
+    if not loss.built_in and loss.ratio_level != "token":
+        yield (
+            f"{key}.ratio_level: expected token with kind={loss.kind}, got {loss.ratio_level}; the function gives the "
+            f"loss of each token alone; set {key}.ratio_level=token"
+        )
     if loss.kind == "reinforce" and loss.ratio_level != "token":
         yield f"{key}.ratio_level: expected token with kind=reinforce, which has no ratio, got {loss.ratio_level}"
-    if loss.kind != "ppo" and loss.dual_clip is not None:
+    if loss.kind in ("cispo", "reinforce") and loss.dual_clip is not None:
         yield f"{key}.dual_clip: expected null with kind={loss.kind}, got {loss.dual_clip}; only ppo has it"
     if loss.count_masked and loss.aggregation == "token_mean":
         yield (

@@ -108,6 +108,9 @@ class DataConfig(Section, frozen=True):
     # An evaluation set, or a list; null: no evaluation.
     eval: EvalSourceConfig | tuple[EvalSourceConfig, ...] | None = None
     num_epochs: PositiveInt | None = None  # passes over the prompts; null: as many as learner.num_train_steps needs
+    # A function that gives each prompt of a source a weight, from the past rewards: the next prompts are drawn by these
+    # weights, with repetition. module:function or file.py:function; null: every prompt once in each pass.
+    curriculum: str | None = None
     deduplicate: bool = False  # remove repeated train prompts, and train prompts of an evaluation set
     max_prompt_tokens: Tokens = 512  # longest prompt
     # A longer prompt ends the start (error), or is left out (filter), or loses tokens on the left, in the middle, or on
@@ -159,6 +162,11 @@ def data_mistakes(data: DataConfig) -> Iterator[str]:
                 f"{key}.episode: expected the episode of the source of data.train with the same name "
                 f"'{evaluated.label}', got another; leave it out, or give the set a name"
             )
+    if data.curriculum is not None and data.num_epochs is not None:
+        yield (
+            f"data.num_epochs: expected null with data.curriculum={data.curriculum}, got {data.num_epochs}; prompts "
+            "drawn by weights come in no passes; set learner.num_train_steps"
+        )
     weights = [source.weight for source in data.train_sources]
     if None in weights and any(weight is not None for weight in weights):
         yield (

@@ -31,6 +31,7 @@ class Buffer:
         config: Config,
         give_back: Callable[[int, int], None],
         group_filter: Callable[[Group], bool] | None = None,
+        note: Callable[[Group], None] | None = None,
     ) -> None:
         self._ledger = ledger
         self._algorithm = config.algorithm
@@ -38,6 +39,7 @@ class Buffer:
         self._give_back = give_back  # called with epoch and item index of a prompt to lease again
         filters = group_filter is not None or self._algorithm.min_reward_std > 0
         self._filter = Filter(config, group_filter) if filters else None
+        self._note = note  # called with every complete group, also if the group is not worth training on
         self._taken: list[int] = []  # groups in training
         self._ready = GroupQueue()  # complete groups, with something fresh at this version
         self._policy_version = 0
@@ -59,6 +61,8 @@ class Buffer:
         if len(group.samples) < self._algorithm.least_group:
             self._ledger.drop_group(group.group_id, "group_too_small")
             return
+        if self._note is not None:
+            self._note(group.group)
         if self._filter is None or (reason := self._filter.refusal(group.group)) is None:
             self._new.append(group)
         else:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from areal_rloo.config import Config
 from areal_rloo.intake.evaluation import EvalSet
-from areal_rloo.intake.prompts import Prompt, Tokenizer
+from areal_rloo.intake.prompts import Prompt
 from areal_rloo.tasks import load_eval
+from areal_rloo.tasks.chat import Tokenizer
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)

@@ -86,7 +86,8 @@ class Intake:
         self._policy_version = self._published = policy_version
         self._wire, self._lease_timeout_s = config.wire, config.lease_timeout_s
         self._num_partials_calls = 0
-        self._buffer = Buffer(ledger, config=config, give_back=stream.give_back, group_filter=group_filter)
+        note = None if stream.curriculum is None else stream.curriculum.note
+        self._buffer = Buffer(ledger, config=config, give_back=stream.give_back, group_filter=group_filter, note=note)
         self._leasing = Leasing(
             config=config, ledger=ledger, fleet=self.fleet, buffer=self._buffer, stream=stream, evaluation=evaluation
         )

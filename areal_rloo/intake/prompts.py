@@ -6,7 +6,8 @@ under `data.overlong_prompts: filter` are skipped and counted.
 
 A mixture of sources with shares s_i: of the first t prompts, source i has had t_i, and the next one is of the source
 with the largest s_i (t + 1) - t_i. So no source is ever more than a single prompt ahead of the share, and a checkpoint
-keeps only the counts t_i. Without weights the shares are the sizes, and all passes end together.
+keeps only the counts t_i. Without weights the shares are the sizes, and all passes end together. With a curriculum the
+items of a source come by weights instead, and a pass is only a number of prompts.
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from areal_rloo.config import DataConfig
 from areal_rloo.errors import DataError
+from areal_rloo.intake.curriculum import Curriculum, CurriculumState
 from areal_rloo.tasks import Source, check_same_sources
-from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.trajectory import Item
 from areal_rloo.wire.messages import Count
 
@@ -55,16 +55,26 @@ class PromptStreamState(msgspec.Struct, frozen=True):
     taken: list[Count]  # items handed out or skipped, by source
     returned: list[tuple[Count, Count]]
     num_filtered: Count
+    curriculum: CurriculumState | None = None  # None: the run has none
 
 
 class PromptStream:
     """Shuffled items without end, or `num_epochs` passes through every source."""
 
-    def __init__(self, sources: Sequence[Source], tokenize: Tokenize, *, seed: int, num_epochs: int | None) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        tokenize: Tokenize,
+        *,
+        seed: int,
+        num_epochs: int | None,
+        curriculum: Curriculum | None = None,
+    ) -> None:
         self._sources = [
             _Passes(source, seed=seed, index=index, first=sum(len(s.items) for s in sources[:index]))
             for index, source in enumerate(sources)
         ]
+        self.curriculum = curriculum
         self._described = [source.description for source in sources]
         self._tokenize = tokenize
         self._num_epochs = num_epochs
@@ -87,7 +97,7 @@ class PromptStream:
                 if self.num_filtered < sum(source.num_taken for source in self._sources):
                     return None
                 break
-            prompt = self._tokenized(*self._next_source().take())
+            prompt = self._tokenized(*self._next_source().take(self.curriculum))
             if prompt is not None:
                 return prompt
             self.num_filtered += 1
@@ -127,7 +137,8 @@ class PromptStream:
 
     def state(self) -> PromptStreamState:
         taken = [source.num_taken for source in self._sources]
-        return PromptStreamState(self._described, taken, list(self._returned), self.num_filtered)
+        curriculum = None if self.curriculum is None else self.curriculum.state()
+        return PromptStreamState(self._described, taken, list(self._returned), self.num_filtered, curriculum)
 
     def restore(self, state: PromptStreamState) -> None:
         """Continue from a checkpoint.
@@ -137,12 +148,13 @@ class PromptStream:
         """
         check_same_sources(state.sources, self._described)
         if len(state.taken) != len(self._sources):
-            expected = "data.train: expected the items taken from each source"
-            raise DataError(f"{expected}, got {state.taken} in the checkpoint")
+            raise DataError(f"data.train: expected the items taken of each source, got {state.taken} in the checkpoint")
         for _, item_index in state.returned:
             self._check_index(item_index)
         for source, taken in zip(self._sources, state.taken, strict=True):
             source.num_taken = taken
+        if self.curriculum is not None:
+            self.curriculum.restore(state.curriculum)
         self._returned, self.num_filtered = list(state.returned), state.num_filtered
 
     def _check_index(self, item_index: int) -> None:
@@ -167,7 +179,7 @@ class PromptStream:
 
 
 class _Passes:
-    """A source: its items in passes, each pass in its own order."""
+    """A source: its items in passes, each pass in its own order; or as drawn by a curriculum."""
 
     def __init__(self, source: Source, *, seed: int, index: int, first: int) -> None:
         self.items = source.items
@@ -177,42 +189,13 @@ class _Passes:
         self._seed = [seed, index] if index else [seed]
         self._order: tuple[int, np.ndarray[Any, np.dtype[np.int64]]] | None = None
 
-    def take(self) -> tuple[int, int]:
+    def take(self, curriculum: Curriculum | None) -> tuple[int, int]:
         """Return the next place: the pass, and the number of the item."""
         epoch, position = divmod(self.num_taken, len(self.items))
+        if curriculum is not None:
+            self.num_taken += 1
+            return epoch, curriculum.draw(self.first, self.num_taken - 1)
         if self._order is None or self._order[0] != epoch:
             self._order = (epoch, np.random.default_rng([*self._seed, epoch]).permutation(len(self.items)))
         self.num_taken += 1
         return epoch, self.first + int(self._order[1][position])
-
-
-class Tokenizer:
-    """Turns an item into prompt tokens, within `data.max_prompt_tokens`."""
-
-    def __init__(self, chat: ChatFormat, data: DataConfig) -> None:
-        self._chat = chat
-        self._data = data
-        self.num_truncated = 0  # prompts truncated so far
-
-    def __call__(self, item: Item, number: int) -> tuple[int, ...] | None:
-        """Return the token ids of the prompt; None for a prompt to leave out. `number`: of the item in its source.
-
-        Raises:
-            DataError: the prompt is too long under `data.overlong_prompts: error`; names the prompt.
-        """
-        tokens, most = self._chat.prompt(item), self._data.max_prompt_tokens
-        if len(tokens) <= most:
-            return tokens
-        match self._data.overlong_prompts:
-            case "filter":
-                return None
-            case "error":
-                raise DataError(
-                    f"data.max_prompt_tokens: expected at most {most}, got {len(tokens)} tokens for item {number} of "
-                    f"the source '{item.source}', with the prompt {item.text[:60]!r}; raise it, or set "
-                    "data.overlong_prompts to filter or truncate_left"
-                )
-            case side:
-                self.num_truncated += 1
-                first = {"truncate_left": 0, "truncate_middle": most // 2, "truncate_right": most}[side]
-                return tokens[:first] + tokens[len(tokens) - most + first :]

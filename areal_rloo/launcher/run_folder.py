@@ -24,6 +24,7 @@ from areal_rloo.learner.lock import lock_path
 from areal_rloo.learner.stretches import STATE_NAME, changes_since, has_intact_config
 from areal_rloo.tasks import check_same_sources, load_train
 from areal_rloo.telemetry.code_state import STARTS_NAME, changed_code, code_state
+from areal_rloo.telemetry.own_code import changed_own_code, own_code
 from areal_rloo.telemetry.summary import SUMMARY_NAME, set_summary_aside
 from areal_rloo.wire.security import make_keys
 
@@ -193,13 +194,13 @@ def newest_submitted(folder: Path) -> Path | None:
     return max(folder.glob(_SUBMITTED.format("*")), default=None)
 
 
-def write_beginning(folder: Path, config: Config, hosts: Sequence[Host], launcher: str = "local") -> str:
+def write_beginning(folder: Path, config: Config, hosts: Sequence[Host], launcher: str = "local") -> list[str]:
     """Write the resolved config, a line about this start, and CURVE keys for a wire over TCP; point runs/latest here.
 
     The summary of an earlier start is set aside, until the learner begins. Returns a line for the user if other code
-    began the run.
+    began the run, and for each file of the user's code that has changed.
     """
-    code = code_state()
+    code, own = code_state(), own_code(config)
     write_atomically(folder / "config.yaml", dump_config(config).encode())  # a process of an earlier start may read it
     set_summary_aside(folder)
     if not (folder / "keys").exists():  # processes of an earlier start may still use the keys
@@ -212,6 +213,7 @@ def write_beginning(folder: Path, config: Config, hosts: Sequence[Host], launche
         "launcher": launcher,
         "hosts": hosts,
         "code": code,
+        "own_code": own,
         "packages": dict(sorted(packages.items())),
         "command": sys.argv,
     }
@@ -219,7 +221,7 @@ def write_beginning(folder: Path, config: Config, hosts: Sequence[Host], launche
     earlier = read_regular(starts) if starts.exists() else b""
     write_atomically(starts, earlier + msgspec.json.encode(environment) + b"\n")
     point_latest(folder)
-    return changed_code(earlier, code)
+    return [*filter(None, [changed_code(earlier, code)]), *changed_own_code(earlier, own)]
 
 
 def point_latest(folder: Path) -> None:

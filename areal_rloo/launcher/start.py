@@ -37,6 +37,7 @@ from areal_rloo.launcher.doctor.inputs import (
     check_functions,
     check_loading,
     check_models,
+    check_own_parts,
     check_server,
     check_unlisted,
 )
@@ -62,6 +63,7 @@ from areal_rloo.models.sizes import Sizes
 from areal_rloo.program import Parser
 from areal_rloo.standard_streams import stop_printing
 from areal_rloo.telemetry.logs import get_logger, setup_logs
+from areal_rloo.telemetry.own_code import own_code, own_code_lines
 from areal_rloo.telemetry.stacks import show_on_signal
 
 logger = get_logger(__name__)
@@ -156,7 +158,7 @@ def check(config: Config, *, runs_here: bool = True, dry_run: bool = False) -> l
     absent: list[str] = []
     situation = Situation(config, runs_here=runs_here)
     here: tuple[Check, ...] = (check_processes, check_server)
-    inputs: tuple[Check, ...] = (check_models, check_functions, check_data_files)
+    inputs: tuple[Check, ...] = (check_models, check_functions, check_own_parts, check_data_files)
     loading = check_unlisted if dry_run else check_loading
     for check_input in (*here, *inputs, check_downloads, loading) if runs_here else inputs:
         try:
@@ -367,9 +369,12 @@ def begin(
         changed = write_beginning(folder, config, placement.hosts, launcher)
     except OSError as error:  # a full disk
         raise PreflightError(f"run.folder: {folder} cannot be written: {error.strerror}; free some disk") from error
-    if changed:
-        _say(changed)
-        logger.warning("%s", changed)
+    for line in changed:
+        _say(line)
+        logger.warning("%s", line)
+    for line in own_code_lines(own_code(config)):
+        _say(line)
+        logger.info("%s", line)
     return JobRequest(config, placement, folder, wire, meeting_port, resume)
 
 

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from areal_rloo.config import Config, dump_config, import_entry, load_config
 from areal_rloo.errors import EXIT_RANK_LOST
 from areal_rloo.files import memory_folder, remove_abandoned, remove_unfinished
+from areal_rloo.intake.curriculum import load_curriculum
 from areal_rloo.intake.eval_sets import eval_sets
 from areal_rloo.intake.evaluation import Evaluation
 from areal_rloo.intake.fleet import FleetStatistics
@@ -31,7 +32,7 @@ from areal_rloo.intake.group_filter import load_group_filter
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.lies import Lies, LieStatistics
-from areal_rloo.intake.prompts import PromptStream, Tokenizer
+from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.intake.service import IntakeService
 from areal_rloo.learner.batches import BatchRecorder, Start, cut_batches, software
 from areal_rloo.learner.batches import folder_of as batches_of
@@ -54,10 +55,11 @@ from areal_rloo.models.device import grow_segments
 from areal_rloo.models.files import load_tokenizer, policy_folder, stop_token_ids
 from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.tasks import load_train
-from areal_rloo.tasks.chat import chat_format
+from areal_rloo.tasks.chat import Tokenizer, chat_format
 from areal_rloo.telemetry.health import Health, HealthStatistics
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
 from areal_rloo.telemetry.metrics import MetricsFile, watch
+from areal_rloo.telemetry.own_code import own_code, own_code_lines
 from areal_rloo.telemetry.record_file import cut_records
 from areal_rloo.telemetry.scrapes import serve_process
 from areal_rloo.telemetry.stacks import show_on_signal
@@ -116,6 +118,8 @@ def main() -> int:
 
 
 def _run(config: Config, arguments: Arguments, name: str) -> int:
+    for line in own_code_lines(own_code(config)):
+        logger.info("%s", line)
     import_entry(config.run.entry)
     grow_segments(torch.device(arguments.device))
     torch.manual_seed(config.run.seed)
@@ -169,7 +173,10 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
     train_step = TrainStep(Team(rank), config, stop_token_ids=stop_token_ids(model_path, tokenizer))
     tokenize = Tokenizer(chat_format(tokenizer, config), config.data)
     sources = load_train(config.data, seed=config.run.seed, most_item_bytes=config.wire.most_item_bytes)
-    stream = PromptStream(sources, tokenize, seed=config.run.seed, num_epochs=config.data.num_epochs)
+    curriculum = load_curriculum(config, [source.items for source in sources])
+    stream = PromptStream(
+        sources, tokenize, seed=config.run.seed, num_epochs=config.data.num_epochs, curriculum=curriculum
+    )
     ledger, totals, policy_version = Ledger(), Totals(), 0
     history: History = ()
     if restored is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from areal_rloo.algorithm.diagnostics import describe_advantages
 from areal_rloo.algorithm.kl import Estimator, kl_estimate
 from areal_rloo.algorithm.loss import written_by_policy
 from areal_rloo.algorithm.normalization import REWARD_LIMIT, normalize, shape_rewards, token_returns
+from areal_rloo.algorithm.own_parts import OwnAdvantages
 from areal_rloo.algorithm.staleness import within_bound
 from areal_rloo.config import AlgorithmConfig, Config
 from areal_rloo.trajectory import SampleId, Trajectory
@@ -85,18 +86,6 @@ class Masks:
     def num_stale(self) -> int:
         return sum(self.stale_tokens)
 
-    def numbers(self) -> dict[str, Any]:
-        """Give the counts and shares by field of TrainRecord."""
-        num_all = max(1, self.num_tokens + self.num_stale + self.num_truncated)
-        return {
-            "trained_tokens": self.num_tokens,
-            "staleness_mean": sum(s * n for s, n in self.staleness_tokens.items()) / max(1, self.num_tokens),
-            "staleness_max": max(self.staleness_tokens, default=0),
-            "staleness_tokens": dict(self.staleness_tokens),
-            "masked_token_share": self.num_stale / num_all,
-            "truncated_token_share": self.num_truncated / num_all,
-        }
-
 
 def loss_masks(samples: Samples, *, policy_version: int, config: AlgorithmConfig) -> Masks:
     """Mask every token that another party wrote, that is past the staleness bound, or whose sample is truncated."""
@@ -135,8 +124,9 @@ def compute_advantages(
     config: Config,
     kl_coefficient: float,
     stop_token_ids: frozenset[int],
+    own_norm: OwnAdvantages | None = None,
 ) -> Advantages:
-    """Compute the advantages of a whole batch.
+    """Compute the advantages of a whole batch; `own_norm` stands in place of `adv_norm`.
 
     `reference_logprobs` are, of each trajectory, [num_completion_tokens] float, and empty without a KL in the reward.
     """
@@ -154,7 +144,8 @@ def compute_advantages(
     left = rewards - samples.total(torch.stack([each.sum() for each in penalties])) if priced else rewards
     normed = normalize(left, of_samples, num_in_loss, algorithm.reward_norm)
     if algorithm.returns == "trajectory":
-        values = samples.spread(normalize(normed, of_samples, num_in_loss, algorithm.adv_norm)).float()
+        adv_norm = own_norm or partial(normalize, norm=algorithm.adv_norm)
+        values = samples.spread(adv_norm(normed, of_samples, num_in_loss)).float()
         by_token, counts, any_of_tokens = values.repeat_interleave(lengths), masks.num_in_loss, values != 0
     else:
         own = _token_rewards(trajectories, samples.spread(normed), penalties, scale=algorithm.rewards.scale)

@@ -21,6 +21,7 @@ from torch import Tensor
 from areal_rloo.algorithm.behaviour_weight import interpolated_proximal
 from areal_rloo.algorithm.kl import KLTerm
 from areal_rloo.algorithm.loss import LossOutput, policy_loss
+from areal_rloo.algorithm.own_parts import OwnLoss
 from areal_rloo.config import AlgorithmConfig
 from areal_rloo.learner.parallel.rows import plan_rows
 from areal_rloo.models.attention import PackedLayout
@@ -83,6 +84,7 @@ class RowLoss:
     progress: float  # share of the step's minibatches behind the current policy; 0: it is the proximal policy
     kl_coefficient: float  # of a KL in the loss; read if the row has reference logprobs
     config: AlgorithmConfig
+    own: OwnLoss | None = None  # the user's function, if `loss.kind` names one
 
     def __call__(self, current: TokenLogprobs, part: slice = slice(None)) -> LossOutput:
         """Compute the loss of a whole row, or of a slice of the tokens if the loss is a sum over tokens."""
@@ -102,6 +104,7 @@ class RowLoss:
             sequence_index=self.row.sequence_index[part],
             config=loss,
             kl=KLTerm(column["reference"], self.kl_coefficient, self.config.kl) if "reference" in column else None,
+            own=self.own,
         )
         if self.proximal is not None or self.progress == 0:
             return output

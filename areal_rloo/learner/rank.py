@@ -19,6 +19,7 @@ from torch import Tensor
 
 from areal_rloo.algorithm.diagnostics import Sums, measure
 from areal_rloo.algorithm.loss import LossOutput, TokenOutcomes
+from areal_rloo.algorithm.own_parts import load_own_loss
 from areal_rloo.config import Config
 from areal_rloo.learner.adapters import Form, Rounding, named_weights, rounding
 from areal_rloo.learner.costs import counted, memory_explained, peak_flops
@@ -80,6 +81,7 @@ class LearnerRank:
         refreshes = settings is not None and settings.refresh_every_n_versions is not None
         self._refreshed = reference.policy if reference is not None and refreshes else None
         self._saving: Future[Any] | None = None
+        self._own = load_own_loss(config.algorithm.loss)
 
     def score(self, microbatches: Iterable[Microbatch]) -> list[Tensor]:
         """Compute the logprobs of the targets under the reference: of each row [num_targets] float32, on the CPU."""
@@ -190,7 +192,7 @@ class LearnerRank:
         for index, (microbatch, anchor) in enumerate(zip(minibatch, anchors, strict=True)):
             with self._timed(trained.times, "forward"):
                 row = Row.of(microbatch, self._device)
-                output = self._loss(RowLoss(row, anchor, progress, kl_coefficient, self._config.algorithm))
+                output = self._loss(RowLoss(row, anchor, progress, kl_coefficient, self._config.algorithm, self._own))
             with self._timed(trained.times, "backward"):
                 output.loss.backward()
             outputs.append(output._replace(loss=output.loss.detach()))

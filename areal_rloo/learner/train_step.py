@@ -24,13 +24,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_rloo.algorithm.diagnostics import diagnose
+from areal_rloo.algorithm.diagnostics import describe_tokens, diagnose
 from areal_rloo.algorithm.kl import Estimator, adapted_coefficient, kl_estimate
 from areal_rloo.algorithm.loss import sample_weights
+from areal_rloo.algorithm.own_parts import load_own_parts
 from areal_rloo.config import Config
 from areal_rloo.learner.adapters import lost_share
 from areal_rloo.learner.advantages import Advantages, Masks, Samples, compute_advantages, loss_masks, policy_tokens
 from areal_rloo.learner.costs import speed
+from areal_rloo.learner.own_weights import own_factors
 from areal_rloo.learner.packing import PackedBatch, pack
 from areal_rloo.learner.rank import Times
 from areal_rloo.learner.team import Team
@@ -84,7 +86,9 @@ class TrainStep:
         self.kl_coefficient = kl.coefficient
         self._config = config
         self._pack = partial(pack, max_tokens=config.learner.microbatch_tokens, num_ranks=team.num_ranks)
-        self._advantages = partial(compute_advantages, config=config, stop_token_ids=frozenset(stop_token_ids))
+        own, stops = load_own_parts(config.algorithm), frozenset(stop_token_ids)
+        self._advantages = partial(compute_advantages, config=config, stop_token_ids=stops, own_norm=own.advantages)
+        self._own_weights = own.sample_weights
         self._kl_in_loss = kl.coefficient > 0 and kl.placement == "loss"
 
     def resume(self, kl_coefficient: float) -> None:
@@ -118,7 +122,8 @@ class TrainStep:
                 num_trajectories=len(samples.trajectories),
                 config=adaptive,
             )
-        numbers = {**settings, **masks.numbers(), **reference.numbers, **advantages.numbers, **updates.numbers}
+        tokens = describe_tokens(masks.staleness_tokens, masks.num_stale, masks.num_truncated)
+        numbers = {**settings, **tokens, **reference.numbers, **advantages.numbers, **updates.numbers}
         times = {"times_s": reference.times | updates.times}
         trained = islice(cycle(minibatches), updates.num_optimizer_steps + updates.num_skipped)
         kept = [trajectory for minibatch in trained for trajectory in minibatch.trajectories]
@@ -158,12 +163,13 @@ class TrainStep:
     ) -> list[PackedBatch]:
         """Deal the samples with a gradient to minibatches, in an order drawn from seed and version."""
         order = np.random.default_rng([self._config.run.seed, policy_version]).permutation(len(samples))
+        own = None if self._own_weights is None else own_factors(self._own_weights, samples, masks, policy_version)
         all_live = self._kl_in_loss or self._config.algorithm.loss.entropy_coefficient != 0
         minibatches = []
         for share in np.array_split(order, min(self._config.learner.num_minibatches, len(order))):
             indices = np.isin(samples.number, share).nonzero()[0].tolist()
             weights = self._token_weights(masks.num_in_loss[indices], samples.number[indices])
-            weight_of = dict(zip(indices, weights, strict=True))
+            weight_of = dict(zip(indices, (weights if own is None else weights * own[indices]).numpy(), strict=True))
             # A trajectory without an advantage has a gradient only if a KL or an entropy is in the loss. Without a
             # gradient it is not computed, but its tokens count in the denominator. The first is kept for the metrics.
             live = [i for i in indices if all_live or advantages.any_of_tokens[i]] or indices[:1]
@@ -179,7 +185,7 @@ class TrainStep:
             minibatches.append(self._pack(kept, columns=columns))
         return minibatches
 
-    def _token_weights(self, num_in_loss: Tensor, sample_numbers: Tensor) -> list[np.float32]:
+    def _token_weights(self, num_in_loss: Tensor, sample_numbers: Tensor) -> Tensor:
         """Give the share of a token of each trajectory in the mean over the minibatch."""
         index = torch.unique(sample_numbers, return_inverse=True)[1]  # from 0 in this minibatch
         weights = sample_weights(
@@ -187,7 +193,7 @@ class TrainStep:
             max_new_tokens=self._config.rollout.sampling.max_new_tokens,
             config=self._config.algorithm.loss,
         )
-        return list(weights[index].float().numpy())
+        return weights[index].float()
 
     @span("training", "train")
     def _train(self, minibatches: Sequence[PackedBatch]) -> Updates:

@@ -30,6 +30,7 @@ from areal_rloo.telemetry.code_state import STARTS_NAME
 from areal_rloo.telemetry.health import Health
 from areal_rloo.telemetry.metric import Declared, declared_metrics, healthy_range
 from areal_rloo.telemetry.metrics import read_records
+from areal_rloo.telemetry.own_code import recorded_own_code
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 from areal_rloo.telemetry.trace import FOLDER_NAME
 from areal_rloo.telemetry.trajectories import FILE_NAME, read_trajectories
@@ -154,7 +155,7 @@ def _page(folder: Path) -> str:
             f"{length_chart(recorded)}{timeline(folder, train, evaluations, stretches, lasted)}</div>",
             f"<div class=below>{best_and_worst(recorded)}{_ledger(train, summary)}<section>{_newest_numbers(train)}",
             f"<details><summary>Resolved config</summary><pre>{html.escape(config)}</pre></details>",
-            f"{_environment(folder)}</section>{_stretches(stretches)}</div>",
+            f"{_environment(folder)}</section>{_own_code(folder)}{_stretches(stretches)}</div>",
         ]
     )
     return document(title, body, style=STYLE)
@@ -286,6 +287,19 @@ def _environment(folder: Path) -> str:
         f"<details><summary>Environment of start {index}</summary><pre>{html.escape(_indented(start))}</pre></details>"
         for index, start in [*enumerate(starts, 1)][-_MOST_STARTS:]
     )
+
+
+def _own_code(folder: Path) -> str:
+    """Show the user's parts of the run, of the last start."""
+    try:
+        code = recorded_own_code(read_regular(folder / STARTS_NAME))
+    except OSError:
+        return ""
+    rows = [
+        f"<tr><td>{html.escape(key)}<td>{html.escape(part.path)}<td class=soft>digest {html.escape(part.digest or '?')}"
+        for key, part in code.items()
+    ]
+    return f"<section><h2>Your code</h2><table>{''.join(rows)}</table></section>" if rows else ""
 
 
 def _indented(line: str) -> str:

@@ -19,12 +19,12 @@ from areal_rloo.errors import ConfigError, PreflightError
 from areal_rloo.files import write_atomically
 from areal_rloo.intake.eval_sets import eval_sets
 from areal_rloo.intake.evaluation import Evaluation
-from areal_rloo.intake.prompts import Tokenizer
 from areal_rloo.launcher.start import check
 from areal_rloo.learner.recording import RecordMaker
 from areal_rloo.program import Parser
 from areal_rloo.stages.samples import Wanted, alone, load_model, make_samples, record_of
 from areal_rloo.stages.source import parse
+from areal_rloo.tasks.chat import Tokenizer
 from areal_rloo.telemetry.logs import setup_logs
 from areal_rloo.telemetry.metrics import MetricsFile
 from areal_rloo.telemetry.records import EvalRecord

@@ -17,7 +17,7 @@ from areal_rloo.errors import DataError, UserError, raised
 from areal_rloo.learner.advantages import policy_tokens
 from areal_rloo.stages.saved_samples import check_tokenizer, read_sample, trajectory_of
 from areal_rloo.tasks import Item, Message, Source, Task, load_eval, load_train, make_task
-from areal_rloo.tasks.chat import ChatFormat
+from areal_rloo.tasks.chat import ChatFormat, kept
 from areal_rloo.tasks.demonstrations import is_sample
 from areal_rloo.tasks.loading import eval_sources
 from areal_rloo.trajectory import Completion, Trajectory
@@ -110,9 +110,10 @@ class Encoder:
             if self._rule == "error":
                 raise DataError(
                     f"{name}: expected at most {most}, got {len(tokens)} tokens for {where}; raise it, or set "
-                    "data.overlong_prompts to filter or truncate"
+                    "data.overlong_prompts to filter or truncate_left"
                 )
-        prompt = prompt[-most_prompt:]
+        if len(prompt) > most_prompt:
+            prompt = prompt[kept(len(prompt), most_prompt, self._rule)]
         if len(completion.tokens) > most_new:
             ends = np.minimum(np.cumsum(completion.spans), most_new)
             spans = tuple(length for length in np.diff(ends, prepend=0).tolist() if length)
@@ -152,6 +153,6 @@ def _encoded(key: str, task: Task, source: Source, encoder: Encoder) -> Examples
     if not trajectories:
         raise DataError(
             f"{key}: none of {len(source.items)} examples is within data.max_prompt_tokens and "
-            "rollout.sampling.max_new_tokens; raise them, or set data.overlong_prompts=truncate"
+            "rollout.sampling.max_new_tokens; raise them, or set data.overlong_prompts=truncate_left"
         )
     return Examples(source.label, source.weight, trajectories, len(source.items) - len(trajectories))

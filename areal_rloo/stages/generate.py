@@ -17,13 +17,14 @@ import msgspec
 
 from areal_rloo.config import Config
 from areal_rloo.errors import ConfigError, PreflightError, install
-from areal_rloo.intake.prompts import PromptStream, Tokenizer
+from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.launcher.start import check
 from areal_rloo.learner.recording import RecordMaker
 from areal_rloo.program import Parser
 from areal_rloo.stages.samples import Made, Wanted, alone, load_model, make_samples, record_of
 from areal_rloo.stages.source import parse
 from areal_rloo.tasks import load_train
+from areal_rloo.tasks.chat import Tokenizer
 from areal_rloo.telemetry.logs import setup_logs
 from areal_rloo.telemetry.record_file import RecordFile
 from areal_rloo.waiting import run_beside_user_code

@@ -29,8 +29,7 @@ from areal_rloo.program import Parser
 from areal_rloo.stages.begin import Model, Program, begin, parse
 from areal_rloo.stages.examples import Encoder, load_examples
 from areal_rloo.stages.training import Data, Numbers, run_to_end, source_of
-from areal_rloo.tasks.chat import ChatFormat
-from areal_rloo.tasks.tools import tool_schemas
+from areal_rloo.tasks.chat import chat_format
 from areal_rloo.telemetry.logs import run_to_exit_code
 
 _DESCRIPTION = """\
@@ -65,7 +64,7 @@ def supervised(config: Config) -> Config:
 
 
 def _load(config: Config, model: Model) -> Data:
-    chat = ChatFormat(model.tokenizer, config.data, tools=tool_schemas(config.rollout.episode))
+    chat = chat_format(model.tokenizer, config)
     train, held_out = load_examples(config, Encoder(config, chat, vocab_size=model.vocab_size))
     for examples in train:
         print(examples.words())  # noqa: T201 - users read this line

@@ -215,3 +215,40 @@ def _arguments(call: ToolCall) -> Any:
         return json.loads(call.arguments)
     except (ValueError, RecursionError):
         return call.arguments
+
+
+class Tokenizer:
+    """Turns an item into prompt tokens, within `data.max_prompt_tokens`."""
+
+    def __init__(self, chat: ChatFormat, data: DataConfig) -> None:
+        self._chat = chat
+        self._data = data
+        self.num_truncated = 0  # prompts truncated so far
+
+    def __call__(self, item: Item, number: int) -> tuple[int, ...] | None:
+        """Return the token ids of the prompt; None for a prompt to leave out. `number`: of the item in its source.
+
+        Raises:
+            DataError: the prompt is too long under `data.overlong_prompts: error`; names the prompt.
+        """
+        tokens, most = self._chat.prompt(item), self._data.max_prompt_tokens
+        if len(tokens) <= most:
+            return tokens
+        match self._data.overlong_prompts:
+            case "filter":
+                return None
+            case "error":
+                raise DataError(
+                    f"data.max_prompt_tokens: expected at most {most}, got {len(tokens)} tokens for item {number} of "
+                    f"the source '{item.source}', with the prompt {item.text[:60]!r}; raise it, or set "
+                    "data.overlong_prompts to filter or truncate_left"
+                )
+            case side:
+                self.num_truncated += 1
+                return tuple(tokens[index] for index in kept(len(tokens), most, side))
+
+
+def kept(num: int, most: int, rule: str) -> list[int]:
+    """Return the places of the tokens that stay of `num`, under a rule of `data.overlong_prompts` that truncates."""
+    first = {"truncate_left": 0, "truncate_middle": most // 2, "truncate_right": most}[rule]
+    return [*range(first), *range(num - most + first, num)]

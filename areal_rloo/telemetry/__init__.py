@@ -4,6 +4,7 @@
 - `records` defines the lines of metrics.jsonl.
 - `metrics` collects numbers for /metrics, which `scrapes` serves, and reads and writes metrics.jsonl.
 - `code_state` is the code of a process, and how the code changed on a resume.
+- `own_code` names the user's code in a run, and the files that changed on a resume.
 - `gpus` reads memory and use of the visible GPUs.
 - `targets` tells Prometheus where the processes of a run serve /metrics.
 - `trajectories` reads and writes trajectories.jsonl.

@@ -5,3 +5,35 @@ worker's end. `manifest` lays tensors into buckets, and defines notices. `finger
 version. Two transports: `shared_memory` on a single host, `collective` over torch.distributed (Gloo, NCCL), whose ranks
 meet in `rendezvous`.
 """
+
+from typing import TYPE_CHECKING
+
+from areal_rloo.exports import exports_of
+
+if TYPE_CHECKING:
+    from areal_rloo.weights.broadcast import Broadcaster, SendTransport
+    from areal_rloo.weights.collective import CollectiveReader, CollectiveSender
+    from areal_rloo.weights.manifest import Manifest, Notice, TensorSpec, build_manifest, checksum, gather, views
+    from areal_rloo.weights.offers import Offers
+    from areal_rloo.weights.receive import Receiver
+    from areal_rloo.weights.shared_memory import SharedMemoryReader, SharedMemorySender
+
+__all__ = [
+    "Broadcaster",
+    "CollectiveReader",
+    "CollectiveSender",
+    "Manifest",
+    "Notice",
+    "Offers",
+    "Receiver",
+    "SendTransport",
+    "SharedMemoryReader",
+    "SharedMemorySender",
+    "TensorSpec",
+    "build_manifest",
+    "checksum",
+    "gather",
+    "views",
+]
+
+__getattr__ = exports_of(__name__)

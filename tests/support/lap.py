@@ -21,7 +21,7 @@ from areal_rloo.intake.evaluation import Evaluation
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.lies import Lies
-from areal_rloo.intake.prompts import PromptStream, Tokenizer
+from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.intake.service import IntakeService
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.team import Team
@@ -31,7 +31,7 @@ from areal_rloo.models.files import load_tokenizer, stop_token_ids
 from areal_rloo.rewards import make_scoring
 from areal_rloo.rollout.episode import SingleTurn
 from areal_rloo.tasks import load_train
-from areal_rloo.tasks.chat import ChatFormat
+from areal_rloo.tasks.chat import ChatFormat, Tokenizer
 from areal_rloo.weights.broadcast import Broadcaster
 from areal_rloo.weights.offers import Offers
 from areal_rloo.weights.shared_memory import SharedMemorySender

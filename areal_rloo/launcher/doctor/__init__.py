@@ -1,8 +1,9 @@
 """Checks before a run: everything that would end the run or slow it down, each with a fix.
 
 The quick checks take well under a second together, or a few seconds if the hub must be asked for a model or a dataset;
-every launcher makes them. None imports torch. `inputs.check_loading` tries models in a process, for some seconds: a
-start on this host makes this check before its plan, and `__main__` after all others. The thorough checks start
+every launcher makes them. None imports torch. `inputs.check_loading` tries models in a process, for some seconds, and
+`inputs.check_own_parts` the user's parts of the algorithm: a start makes these checks before its plan, and `__main__`
+after all others. The thorough checks start
 processes and open connections; `__main__` makes them, too.
 
 - `base`: a finding, and the input of a check.

@@ -20,7 +20,7 @@ from areal_rloo.config import EXPECTED, Config, check_unique, import_entry, is_o
 from areal_rloo.errors import PreflightError, UserError
 from areal_rloo.launcher.doctor import Finding, Situation, findings, guarded
 from areal_rloo.launcher.doctor.base import refused, unsure, wrong
-from areal_rloo.launcher.doctor.inputs import check_loading
+from areal_rloo.launcher.doctor.inputs import check_loading, check_own_parts
 from areal_rloo.launcher.epochs import with_steps
 from areal_rloo.launcher.hosts import refused_here
 from areal_rloo.launcher.run_folder import choose_folder
@@ -75,6 +75,7 @@ def _look(options: argparse.Namespace, overrides: Sequence[str]) -> Iterator[Fin
         yield from guarded(check_start, Situation(config, folder))
     yield from findings(config, folder=folder, thorough=not options.quick)
     if config is not None:
+        yield from guarded(check_own_parts, Situation(config, folder))
         yield from guarded(check_loading, Situation(config, folder))
 
 

@@ -12,6 +12,7 @@ import msgspec
 from areal_rloo.config import Config, import_function
 from areal_rloo.engines.installed import find_api_key, find_python, package_of, remedy
 from areal_rloo.errors import ConfigError, ModelError, UserError
+from areal_rloo.intake.curriculum import load_curriculum
 from areal_rloo.launcher.doctor.base import Finding, Situation, last_line, ok, refused, unsure, wrong
 from areal_rloo.launcher.doctor.hub import missing_datasets, model_paths
 from areal_rloo.launcher.placement import gpus_each
@@ -235,6 +236,27 @@ def _check_tools(config: Config) -> Iterator[Finding]:
             yield refused(f"{key}.tools", error, fix="correct the function, or leave the tool out")
 
 
+def check_own_parts(situation: Situation) -> Iterator[Finding]:
+    """Try the user's parts of the algorithm in a process, which imports torch (`algorithm/own_parts.py`)."""
+    algorithm = situation.config.algorithm
+    paths = {
+        "algorithm.loss.kind": None if algorithm.loss.built_in else algorithm.loss.kind,
+        "algorithm.advantages": algorithm.advantages,
+        "algorithm.sample_weights": algorithm.sample_weights,
+    }
+    given = {key: path for key, path in paths.items() if path is not None}
+    if not given:
+        return
+    command = [sys.executable, "-m", "areal_rloo.algorithm.own_parts", msgspec.json.encode(algorithm).decode()]
+    works, words = last_line(command, timeout_s=_IMPORT_S)
+    if works:
+        yield from (ok(key, path) for key, path in given.items())
+    else:
+        key = next((key for key in given if words.startswith(f"{key}: ")), next(iter(given)))
+        text = words if words.startswith(f"{key}: ") else f"{key}: {given[key]} cannot be tried: {words}"
+        yield refused(key, ConfigError(text), fix="correct the function")
+
+
 def _check_episode(config: Config) -> None:
     """Try the user's episode, as each worker makes it; a count that is still `auto` is 1."""
     learner, rollout = config.learner, config.rollout
@@ -261,6 +283,7 @@ def check_data_files(situation: Situation) -> Iterator[Finding]:
     try:
         looked = check_data(situation.config.data, most_item_bytes=situation.config.wire.most_item_bytes)
         check_rewards(situation.config.data, looked)
+        load_curriculum(situation.config, [items for (split, _), items in looked.items() if split == "train"])
         if (agent := situation.config.rollout.episode.agent) is not None:
             from areal_rloo.rollout.agent import check_agent  # noqa: PLC0415 - imports aiohttp
 

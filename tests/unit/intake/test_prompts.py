@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from areal_rloo.config import DataConfig
 from areal_rloo.errors import DataError
-from areal_rloo.intake.prompts import PromptStream, Tokenizer
+from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.models.files import load_tokenizer
 from areal_rloo.tasks import Item, Source
-from areal_rloo.tasks.chat import ChatFormat
+from areal_rloo.tasks.chat import ChatFormat, Tokenizer
 
 
 def _tokenized(folder: Path, prompt: str, **data: object) -> tuple[int, ...] | None:

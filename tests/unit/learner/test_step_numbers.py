@@ -1,16 +1,15 @@
 """The numbers of a batch and of a step in a record, against values by hand."""
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-import torch
 from support.train_steps import VERSION, ragged_groups, spied_step, step_config
 
-from areal_rloo.learner.advantages import Masks, Samples, compute_advantages, loss_masks
+from areal_rloo.algorithm.diagnostics import describe_tokens
+from areal_rloo.learner.advantages import Samples, compute_advantages, loss_masks
 from areal_rloo.learner.reporting import batch_numbers
 from areal_rloo.telemetry.records import TrainRecord
 from areal_rloo.telemetry.words import Words
@@ -47,11 +46,11 @@ def test_a_trajectory_spans_if_several_versions_sampled_it() -> None:
 
 
 def test_token_shares_are_of_all_completion_tokens() -> None:
-    got = Masks([], [15, 5], torch.tensor([]), 10, Counter({0: 35, 2: 35})).numbers()
+    got = describe_tokens({0: 35, 2: 35}, 20, 10)
     assert got["trained_tokens"] == 70
     assert (got["masked_token_share"], got["truncated_token_share"]) == (0.2, 0.1)
     assert (got["staleness_mean"], got["staleness_max"]) == (1.0, 2)
-    assert Masks([], [], torch.tensor([]), 0, Counter()).numbers()["masked_token_share"] == 0.0
+    assert describe_tokens({}, 0, 0)["masked_token_share"] == 0.0
 
 
 @pytest.mark.parametrize("overrides", [(), ("algorithm.preset=reinforce_plus_plus", "algorithm.kl.coefficient=0")])

@@ -99,7 +99,7 @@ def test_a_completion_too_long_is_refused_left_out_or_cut(tmp_path: Path) -> Non
     _, examples = loaded(tmp_path, *LONG, overrides=(*SHORT, "data.overlong_prompts=filter"))
     assert examples.words().endswith("; left out: 1")
     assert [len(example.completion.tokens) for example in examples.trajectories] == [2]
-    _, examples = loaded(tmp_path, *LONG, overrides=(*SHORT, "data.overlong_prompts=truncate"))
+    _, examples = loaded(tmp_path, *LONG, overrides=(*SHORT, "data.overlong_prompts=truncate_left"))
     cut, whole = (example.completion for example in examples.trajectories)
     assert make_tiny_tokenizer().decode(cut.tokens) == "bcde"
     assert (cut.finish_reason, whole.finish_reason) == ("length", "stop")
@@ -111,7 +111,7 @@ def test_a_completion_too_long_is_refused_left_out_or_cut(tmp_path: Path) -> Non
 def test_a_cut_chat_learns_the_first_of_the_learned_tokens(most: int, tmp_path: Path) -> None:
     tokenizer = chat_tokenizer()
     (whole,) = loaded(tmp_path, {"messages": CHAT}, tokenizer=tokenizer)[1].trajectories
-    overrides = (f"rollout.sampling.max_new_tokens={most}", "data.overlong_prompts=truncate")
+    overrides = (f"rollout.sampling.max_new_tokens={most}", "data.overlong_prompts=truncate_left")
     (cut,) = loaded(tmp_path, {"messages": CHAT}, tokenizer=tokenizer, overrides=overrides)[1].trajectories
     assert policy_tokens(cut).tolist() == policy_tokens(whole).tolist()[:most]
     assert cut.completion.tokens.tolist() == whole.completion.tokens.tolist()[:most]

@@ -57,7 +57,7 @@ def test_the_commit_is_that_of_the_checkout_of_the_package(tmp_path: Path) -> No
 
 def test_a_start_says_nothing_of_code_that_is_the_same(tmp_path: Path) -> None:
     config = load_config("quickstart.yaml")
-    assert [write_beginning(tmp_path, config, [HOST]) for _ in range(2)] == ["", ""]
+    assert [write_beginning(tmp_path, config, [HOST]) for _ in range(2)] == [[], []]
 
 
 def test_other_code_is_said_with_both_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,8 +65,10 @@ def test_other_code_is_said_with_both_states(tmp_path: Path, monkeypatch: pytest
     write_beginning(tmp_path, config, [HOST])
     other = msgspec.structs.replace(now, version="9.9", digest="0123456789ab")
     monkeypatch.setattr("areal_rloo.launcher.run_folder.code_state", lambda: other)
-    assert write_beginning(tmp_path, config, [HOST]) == f"resume: the code of areal_rloo has changed: {now} -> {other}"
-    assert write_beginning(tmp_path, config, [HOST]) == ""
+    assert write_beginning(tmp_path, config, [HOST]) == [
+        f"resume: the code of areal_rloo has changed: {now} -> {other}"
+    ]
+    assert write_beginning(tmp_path, config, [HOST]) == []
 
 
 @pytest.mark.parametrize("line", [b'{"packages": {"areal-rloo": "0.1"}}\n', b"cut"])
