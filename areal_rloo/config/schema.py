@@ -332,7 +332,10 @@ def _mistakes(config: Config) -> Iterator[str]:
             f"wire.heartbeat_timeout_s: expected at least twice wire.heartbeat_s={config.wire.heartbeat_s}, "
             f"got {config.wire.heartbeat_timeout_s}"
         )
-    tiny = config.model.tiny
+    yield from _tiny_mistakes(config.model.tiny)
+
+
+def _tiny_mistakes(tiny: TinyModelConfig) -> Iterator[str]:
     if tiny.hidden_size % tiny.num_heads or tiny.num_heads % tiny.num_kv_heads:
         yield (
             f"model.tiny: expected hidden_size divisible by num_heads and num_heads by num_kv_heads, got "
