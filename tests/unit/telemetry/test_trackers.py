@@ -1,9 +1,11 @@
 """Trackers get every number of every record, by processes that cost the run nothing; with the real libraries."""
 
+import contextlib
 import json
 import math
 import os
 import re
+import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -222,6 +224,20 @@ def test_mlflow_goes_on_with_the_run_of_an_earlier_launcher(
     tables = sorted((tmp_path / "mlflow").rglob("samples/*.json"))
     assert [path.name for path in tables] == ["step-000021.json", "step-000041.json"]
     assert json.loads(tables[0].read_text())[0]["completion"] == make_trajectory().completion
+
+
+def test_trackio_keeps_the_numbers_in_its_folder(
+    make_train_record: MakeTrainRecord, make_trajectory: MakeTrajectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("trackio", reason="the extra trackio is not installed")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    steps: list[Record] = [make_train_record(policy_version=step, reward_mean=0.5 * step) for step in (1, 2)]
+    assert _track(tmp_path, steps, "trackio", samples=[make_trajectory(policy_version=1)]) == []
+    with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "areal_rloo.db")) as database:
+        rows = [(step, json.loads(numbers)) for step, numbers in database.execute("select step, metrics from metrics")]
+    rewards = [(step, numbers["train/reward_mean"]) for step, numbers in rows if "train/reward_mean" in numbers]
+    assert rewards == [(1, 0.5), (2, 1.0)]
+    assert any("samples" in numbers for _, numbers in rows)
 
 
 def test_a_table_has_some_samples_of_every_tenth_step_and_of_the_last(
