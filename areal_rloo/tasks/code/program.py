@@ -7,11 +7,10 @@ text. A block that was cut off reaches to the end of the text. The time is linea
 from __future__ import annotations
 
 import re
-import textwrap
 
 from areal_rloo.tasks.code.tests import CallTests, Tests
 
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^([ \t]*)```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
 _PYTHON = ("python", "py", "python3")
 _AFTER_THE_BODY = re.compile(r"^[^\s)\]}]", re.MULTILINE)
 
@@ -34,9 +33,10 @@ def find_program(completion: str, tests: Tests) -> str:
 
 
 def _last_block(completion: str) -> str:
-    blocks = [(match[1].lower(), match[2]) for match in _BLOCK.finditer(completion)]
+    blocks = [(match[2].lower(), match[1], match[3]) for match in _BLOCK.finditer(completion)]
     for marks in (_PYTHON, ("",)):
-        found = [text for mark, text in blocks if mark in marks]
+        found = [(indentation, text) for mark, indentation, text in blocks if mark in marks]
         if found:
-            return textwrap.dedent(found[-1])
+            indentation, text = found[-1]
+            return "".join(line.removeprefix(indentation) for line in text.splitlines(keepends=True))
     return completion
