@@ -2,6 +2,7 @@
 
 - `base`: the interface of a task, lazy items, and checks of a source.
 - `arithmetic`, `math`, `reasoning_gym`, `word_problems` (GSM8K and SVAMP): the built-in tasks.
+- `code`: the task of programs, run against tests.
 - `rows`: reads rows from files and from the hub; the task of your own rows. `demonstrations`: of rows to imitate.
 - `loading`: finds the task of a source, loads the sources of a split, and checks the data before a run starts.
 - `sendable`: checks that rollout workers can read rows and items.

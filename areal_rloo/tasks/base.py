@@ -93,7 +93,7 @@ def check_parameters(source: ConfiguredSource, defaults: Mapping[str, Any]) -> d
         if name not in defaults:
             hint = closest(name, defaults, f"it has {', '.join(defaults) or 'none'}")
             raise SourceError(f"parameters.{name}: the task has no such parameter; {hint}")
-        if type(value) is not type(defaults[name]):
+        if type(value) is not type(defaults[name]) and (type(value), type(defaults[name])) != (int, float):
             expected = type(defaults[name]).__name__
             raise SourceError(f"parameters.{name}: expected {expected}, got {value!r}")
     return {**defaults, **source.parameters}

@@ -22,6 +22,7 @@ from areal_rloo.config import ConfiguredSource, DataConfig, EvalSourceConfig, So
 from areal_rloo.errors import DataError, SourceError, UserError, raised
 from areal_rloo.tasks.arithmetic import ArithmeticTask
 from areal_rloo.tasks.base import Item, LazyItems, Message, Split, Task, closest
+from areal_rloo.tasks.code.task import CodeTask
 from areal_rloo.tasks.demonstrations import DemonstrationsTask
 from areal_rloo.tasks.math import MathTask
 from areal_rloo.tasks.reasoning_gym import ReasoningGymTask
@@ -34,6 +35,7 @@ logger = get_logger(__name__)
 
 TASKS: Mapping[str, Callable[[ConfiguredSource, int], Task]] = {
     "arithmetic": ArithmeticTask,
+    "code": CodeTask,
     "demonstrations": DemonstrationsTask,
     "gsm8k": Gsm8kTask,
     "math": MathTask,

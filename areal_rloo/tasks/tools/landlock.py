@@ -31,6 +31,7 @@ _SCOPES = 0b11  # abstract Unix sockets and signals to the outside, from version
 
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache")
 _PACKAGES = ("site-packages", "dist-packages")
+_WHO, _REMEDY = "a program of the policy (tool 'python', task 'code')", "remove the tool or the task"
 
 
 def landlock_version() -> int:
@@ -40,7 +41,7 @@ def landlock_version() -> int:
         PreflightError: the kernel has no Landlock.
     """
     if not sys.platform.startswith("linux"):
-        raise PreflightError(f"the tool 'python' needs Linux for its sandbox, got {sys.platform}; remove the tool")
+        raise PreflightError(f"{_WHO} needs Linux for its sandbox, got {sys.platform}; {_REMEDY}")
     syscall = ctypes.CDLL(None, use_errno=True).syscall
     syscall.argtypes, syscall.restype = [ctypes.c_long, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint], ctypes.c_long
     version = int(syscall(CREATE_RULESET, None, 0, _VERSION_FLAG))
@@ -50,8 +51,8 @@ def landlock_version() -> int:
             errno.ENOSYS: "run on Linux 5.13 or later, built with Landlock",
             errno.EOPNOTSUPP: "start the kernel with `lsm=landlock,...`",
             errno.EPERM: "allow the landlock calls in the container's seccomp profile",
-        }.get(code, "remove the tool")
-        raise PreflightError(f"the tool 'python' needs Landlock for its sandbox ({os.strerror(code)}); {remedy}")
+        }.get(code, _REMEDY)
+        raise PreflightError(f"{_WHO} needs Landlock for its sandbox ({os.strerror(code)}); {remedy}")
     return version
 
 

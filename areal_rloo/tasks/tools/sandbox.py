@@ -22,11 +22,12 @@ import os
 import platform
 import resource
 import signal
+import socket
 import sys
 import tempfile
 import time
-from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Sequence
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -102,20 +103,21 @@ def check_sandbox(private: Sequence[Path] = ()) -> None:
         for path in landlock.readable():
             if folder.resolve().is_relative_to(path.resolve()):
                 raise PreflightError(
-                    f"the tool 'python' lets programs read {path}, which contains {folder}; choose another folder"
+                    f"the sandbox lets programs read {path}, which contains {folder}; choose another folder"
                 )
     try:
         result = asyncio.run(run_python("print('locked')", SandboxLimits(wall_s=_START_S)))
     except EpisodeError as error:
         raise PreflightError(f"a trial of {error.detail}") from error
     if result.text != "locked":
-        raise PreflightError(f"a trial of the tool 'python' failed: {result.text}")
+        raise PreflightError(f"a trial of the sandbox failed: {result.text}")
 
 
-async def run_python(code: str, limits: SandboxLimits) -> SandboxResult:
+async def run_python(code: str, limits: SandboxLimits, stdin: bytes | socket.socket = b"") -> SandboxResult:
     """Run a program and wait for the end. Any number of programs may run concurrently.
 
-    More programs than cores can cause timeouts, because `limits.wall_s` does not depend on the load.
+    More programs than cores can cause timeouts, because `limits.wall_s` does not depend on the load. The program reads
+    `stdin`; a socket is closed here, and the program can also write to the socket.
 
     Raises:
         PreflightError: the kernel cannot lock the program; the program did not run.
@@ -123,33 +125,48 @@ async def run_python(code: str, limits: SandboxLimits) -> SandboxResult:
             ended; not the fault of the program.
     """
     with contextlib.ExitStack() as ends:
+        if isinstance(stdin, socket.socket):
+            ends.callback(stdin.close)  # also if the program does not start
         try:
             folder = ScratchFolder(Path(tempfile.gettempdir()), "sandbox")
             ends.callback(folder.close)
-            scratch = folder.path / "scratch"  # writable; the orders stay outside
-            process = await asyncio.create_subprocess_exec(
-                *_command(scratch, code, limits),
-                cwd=scratch,
-                env={**_ENVIRONMENT, "HOME": str(scratch), "TMPDIR": str(scratch)},
-                stdin=DEVNULL,
-                stdout=PIPE,
-                stderr=PIPE,
-                start_new_session=True,  # without a terminal, outside the process group of Ctrl-C
-            )
+            scratch = folder.path / "scratch"  # writable; the orders and the input stay outside
+            with _opened(stdin, folder.path / "stdin") as source:
+                process = await asyncio.create_subprocess_exec(
+                    *_command(scratch, code, limits),
+                    cwd=scratch,
+                    env={**_ENVIRONMENT, "HOME": str(scratch), "TMPDIR": str(scratch)},
+                    stdin=source,
+                    stdout=PIPE,
+                    stderr=PIPE,
+                    start_new_session=True,  # without a terminal, outside the process group of Ctrl-C
+                )
         except OSError as error:  # too little memory, too many processes, a full disk
-            raise EpisodeError("tool_failed", f"the tool 'python' cannot start a process: {error}") from error
+            raise EpisodeError("tool_failed", f"the sandbox cannot start a process: {error}") from error
         run = _Run(process, scratch, limits)
         try:
             async with asyncio.timeout(limits.wall_s + _END_S):
                 return await run.result()
         except TimeoutError:
-            detail = f"the tool 'python' could not end a program within {_END_S:g} s after its deadline"
+            detail = f"the sandbox could not end a program within {_END_S:g} s after its deadline"
             raise EpisodeError("tool_timeout", detail) from None
         finally:
             run.kill()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_END_S):
                     await process.communicate()  # returns, because no child of the program can hold the pipes
+
+
+@contextlib.contextmanager
+def _opened(stdin: bytes | socket.socket, path: Path) -> Iterator[int]:
+    """Give the descriptor of a program's input, for the start: of the socket, or of a file that can only be read."""
+    if isinstance(stdin, socket.socket):
+        with stdin:
+            yield stdin.fileno()
+    else:
+        path.write_bytes(stdin)
+        with path.open("rb") as file:
+            yield file.fileno()
 
 
 class _Run:
@@ -262,5 +279,5 @@ def _command(scratch: Path, code: str, limits: SandboxLimits) -> list[str]:
 
 def _not_locked(code: int | None, stderr: bytes) -> PreflightError | EpisodeError:
     said = stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"the process ended with code {code}"
-    detail = f"the tool 'python' could not lock the program, so nothing was run: {said}"
+    detail = f"the sandbox could not lock the program, so nothing was run: {said}"
     return PreflightError(detail) if code == sandbox_child.NOT_LOCKED else EpisodeError("tool_failed", detail)

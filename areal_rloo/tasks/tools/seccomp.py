@@ -98,7 +98,7 @@ def seccomp_filter(machine: str, *, threads: bool) -> bytes:
     if machine not in _ARCHITECTURES:
         raise PreflightError(
             f"the sandbox knows the system calls of {' and '.join(_ARCHITECTURES)}, not of {machine}; "
-            "run the tool 'python' on such a machine"
+            "run the tool 'python' and the task 'code' on such a machine"
         )
     column, architecture = _ARCHITECTURES[machine]
     # Another ABI on the same machine (32-bit calls on x86_64) has other numbers for the same calls.
