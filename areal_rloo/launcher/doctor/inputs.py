@@ -32,10 +32,11 @@ from areal_rloo.models.hub import missing_files
 from areal_rloo.models.served import check_served
 from areal_rloo.models.sizes import SHIPPED, Sizes
 from areal_rloo.models.trainable import check_shapes, check_trainable, tested
-from areal_rloo.rewards import check_rewards
+from areal_rloo.rewards import check_rewards, reward_parts
 from areal_rloo.rewards.functions import is_async
 from areal_rloo.rollout.trial import try_own_episode
 from areal_rloo.tasks import check_data
+from areal_rloo.tasks.code.task import CodeTask
 from areal_rloo.tasks.tools.sandbox import check_sandbox
 
 _IMPORT_S = 180.0
@@ -263,15 +264,27 @@ def check_data_files(situation: Situation) -> Iterator[Finding]:
 
 
 def check_tool_sandbox(situation: Situation) -> Iterator[Finding]:
-    """Try the sandbox of the policy's Python on this host."""
-    episode = situation.config.rollout.episode
-    if episode.type != "tool_use" or "python" not in episode.tools:
+    """Try the sandbox on this host, if the policy's Python or the task `code` needs it; and the time of such a task."""
+    episode, within_s = situation.config.rollout.episode, situation.config.rollout.reward_timeout_s
+    keys = ["rollout.episode.tools"] if episode.type == "tool_use" and "python" in episode.tools else []
+    try:
+        parts = [part for part in reward_parts(situation.config.data) if part.config.task]
+        tasks = [(part.key if part.source.rewards else part.key_of_source, part.make_task(0)) for part in parts]
+    except UserError:
+        tasks = []  # `check_data_files` reports the error
+    for key, task in tasks:
+        if isinstance(task, CodeTask):
+            keys.append(key)
+            if task.longest_s >= within_s:
+                what = f"{within_s:g} s, but the programs of a completion at {key} may take {task.longest_s:g} s"
+                yield wrong("rollout.reward_timeout_s", what, "raise it, or lower parameters.total_s and wall_s there")
+    if not keys:
         return
     try:
         check_sandbox([situation.folder] if situation.folder is not None else [])
         yield ok("sandbox", "the sandbox works")
     except UserError as error:
-        yield refused("sandbox", error, fix="run on Linux 5.13 or later, or take python out of rollout.episode.tools")
+        yield refused("sandbox", error, fix=f"run on Linux 5.13 or later, or change {keys[0]}")
 
 
 def policy_parameters(situation: Situation) -> int | None:

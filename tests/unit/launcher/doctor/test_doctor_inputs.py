@@ -28,6 +28,7 @@ from areal_rloo.launcher.doctor.inputs import (
     check_unlisted,
 )
 from areal_rloo.models.tiny import make_tiny_tokenizer
+from areal_rloo.tasks.tools import landlock
 
 
 def test_the_parameters_of_a_complete_model_are_counted(model: Path) -> None:
@@ -266,6 +267,28 @@ def test_a_sandbox_that_could_read_the_run_folder_is_wrong() -> None:
     (finding,) = found(check_tool_sandbox, *tools, folder=Path(sysconfig.get_paths()["purelib"]) / "runs")
     assert finding.state == "wrong"
     assert found(check_tool_sandbox) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "key"),
+    [
+        ("{task: code, path: a}", "data.train"),
+        ("{task: rows, path: a, rewards: [{task: code}]}", "data.train.rewards.0"),
+    ],
+)
+def test_a_code_task_needs_a_sandbox_and_time(source: str, key: str) -> None:
+    train = f"data.train={source}"
+    (finding,) = found(check_tool_sandbox, train, folder=Path(sysconfig.get_paths()["purelib"]) / "runs")
+    assert (finding.name, finding.state) == ("sandbox", "wrong")
+    finding = only(check_tool_sandbox, "wrong", train, "rollout.reward_timeout_s=24")
+    assert finding.what.startswith(f"24 s, but the programs of a completion at {key} may take 24 s")
+
+
+def test_a_code_task_on_a_kernel_without_landlock_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(landlock, "CREATE_RULESET", 4000)
+    finding = only(check_tool_sandbox, "wrong", "data.train={task: code, path: a}")
+    assert "(tool 'python', task 'code') needs Landlock for its sandbox" in finding.what
+    assert finding.fix.startswith("run on Linux 5.13")
 
 
 @pytest.mark.parametrize("name", ["sglang", "vllm"])
