@@ -135,7 +135,7 @@ def test_a_program_that_never_ends_or_floods_has_no_reward(row: dict[str, Any], 
 
 def test_a_hanging_call_costs_the_other_calls_nothing() -> None:
     hang = "def sum(x):\n  while not x: pass\n  return 3 if len(x) == 2 else 1"
-    assert reward(MBPP, hang, partial=True, cpu_s=0.2, wall_s=30, total_s=60) == pytest.approx(2 / 3)
+    assert reward(MBPP, hang, partial=True, cpu_s=0.2, wall_s=60, total_s=10) == pytest.approx(2 / 3)
 
 
 def test_the_time_of_all_tests_is_limited() -> None:
