@@ -216,7 +216,7 @@ BY_HAND = [
     ("data.curriculum=os:f & data.num_epochs=1", "data.num_epochs: expected null with data.curriculum=os:f, got 1"),
     (
         "algorithm.loss.kind=pppo",
-        "algorithm.loss.kind: expected one of ppo, cispo, reinforce, or file.py:function, got",
+        "algorithm.loss.kind: expected one of ppo, cispo, reinforce, or file.py:",
     ),
     (
         "algorithm.loss.kind=os:f & algorithm.loss.ratio_level=sequence_mean",
