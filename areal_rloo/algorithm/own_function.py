@@ -1,6 +1,6 @@
-"""A function of the user in place of a part of the algorithm: gets the values that the parameters name.
+"""A function of the user in place of a part of the algorithm: gets the values by the names of the parameters.
 
-    def loss(current_logprobs, advantages): ...    # of all values that a loss can have, these two
+    def loss(current_logprobs, advantages): ...    # these two of all values of a loss
     def loss(advantages, **rest): ...              # `rest` gets all other values
 
 The function runs in a process of ours, and nothing works without the result. So an exception ends the run: the log gets
@@ -68,7 +68,7 @@ class OwnFunction:
             raise UserError(f"{self._key}: {self._path} raised {raised(error)}") from error
 
     def refuse(self, words: str) -> NoReturn:
-        """Raise a UserError about a value that the function returned."""
+        """Raise a UserError about a returned value."""
         raise self.error(words)
 
     def error(self, words: str, kind: type[UserError] = UserError) -> UserError:

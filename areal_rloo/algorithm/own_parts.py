@@ -59,7 +59,7 @@ OwnWeights = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class OwnParts(NamedTuple):
-    """The functions that rank 0 calls for a whole batch; None: the built-in part."""
+    """The functions of rank 0, for a whole batch; None: the built-in part."""
 
     advantages: OwnAdvantages | None = None
     sample_weights: OwnWeights | None = None
@@ -128,7 +128,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _first(values: Tensor, wrong: Tensor) -> str:
-    return f"{float(values[wrong][0]):g}"
+    return f"{values[wrong][0].item():g}"
 
 
 def _try_loss(own: OwnFunction, loss: OwnLoss, config: LossConfig) -> None:
@@ -182,7 +182,7 @@ def _try_loss(own: OwnFunction, loss: OwnLoss, config: LossConfig) -> None:
 
 
 def _try_samples(own: OwnFunction, function: Callable[..., Tensor], *, num_values: int) -> None:
-    """Call a function of samples with random groups, in two orders; also with rewards that are all equal."""
+    """Call a function of samples with random groups, in two orders, and with equal rewards."""
     random = torch.Generator().manual_seed(0)
     values = [
         torch.randn(_NUM_SAMPLES, generator=random, dtype=torch.float64),

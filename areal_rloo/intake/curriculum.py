@@ -4,8 +4,8 @@
 
 The function is called before the first prompt of a source, and again after every batch of prompts
 (`learner.groups_per_step`). In between the weights stay. So a draw is a function of the seed, a count and the weights.
-A checkpoint keeps weights and rewards, and a resume draws the prompts that the run would have drawn. Every complete
-group counts, also a group that a filter drops, because many such groups have no signal. Called on the intake's loop.
+A checkpoint keeps weights and rewards, and a resume draws the prompts of an unbroken run. Every complete
+group counts, also a group dropped by a filter, because many such groups have no signal. Called on the intake's loop.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Curriculum:
             self._try(items)
 
     def draw(self, first: int, num_taken: int) -> int:
-        """Return the number of an item of the source that begins with the item `first`, after so many of its prompts.
+        """Return the number of an item of the source with the first item `first`, after so many prompts.
 
         Raises:
             UserError: the function raised, or returned no weights.

@@ -172,11 +172,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
     rank = _built(config, arguments, ranks, None if restored is None else restored[0])
     train_step = TrainStep(Team(rank), config, stop_token_ids=stop_token_ids(model_path, tokenizer))
     tokenize = Tokenizer(chat_format(tokenizer, config), config.data)
-    sources = load_train(config.data, seed=config.run.seed, most_item_bytes=config.wire.most_item_bytes)
-    curriculum = load_curriculum(config, [source.items for source in sources])
-    stream = PromptStream(
-        sources, tokenize, seed=config.run.seed, num_epochs=config.data.num_epochs, curriculum=curriculum
-    )
+    stream = _stream(config, tokenize)
     ledger, totals, policy_version = Ledger(), Totals(), 0
     history: History = ()
     if restored is not None:
@@ -221,6 +217,13 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
     service.watch(watchdog, config.launcher.hang_timeout_s or math.inf)
     watchdog.watch("the training thread", lambda: learner.doing, _LONG_STEP_S, essential=False)
     return learner, watchdog
+
+
+def _stream(config: Config, tokenize: Tokenizer) -> PromptStream:
+    seed, num_epochs = config.run.seed, config.data.num_epochs
+    sources = load_train(config.data, seed=seed, most_item_bytes=config.wire.most_item_bytes)
+    curriculum = load_curriculum(config, [source.items for source in sources])
+    return PromptStream(sources, tokenize, seed=seed, num_epochs=num_epochs, curriculum=curriculum)
 
 
 def _serve_metrics(

@@ -1,4 +1,4 @@
-"""The user's code in a run: each part that a config names by an import path, with a digest of the file.
+"""The user's code in a run: each part named in a config by an import path, with a digest of the file.
 
 A line of environment.jsonl has the parts of a start. The start says them, the report shows them, and a resume says
 which files have changed: the config alone would look the same.
@@ -41,7 +41,7 @@ class _Start(msgspec.Struct):
 
 
 def own_code(config: Config) -> OwnCode:
-    """Find the parts of a config that the user wrote; imports no module of the user."""
+    """Find the parts of a config by the user; imports no module of the user."""
     return {key: OwnPart(path, _digest(path, config.run.entry)) for key, path in _paths(config) if path is not None}
 
 

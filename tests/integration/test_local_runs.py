@@ -1,6 +1,7 @@
 """Whole runs under the local launcher, small and on CPU: real processes, sockets, weights and signals."""
 
 import itertools
+import json
 import re
 import signal
 import urllib.request
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_two_runs_on_a_host_end_with_balanced_ledgers(start: Callable[..., Run], tmp_path: Path) -> None:
-    """One run has a reference policy. The other has an entry script and a group filter."""
+    """One run has a reference policy. The other has an entry script, and functions in place of our parts."""
     script = tmp_path / "my_rl.py"
     script.write_text(
         "import os, sys\n"
@@ -34,7 +35,13 @@ def test_two_runs_on_a_host_end_with_balanced_ledgers(start: Callable[..., Run],
         "    def __init__(self, config):\n"
         "        pass\n"
     )
-    (tmp_path / "mine.py").write_text("def even(group):\n    return group.group_id % 2 == 0\n")
+    (tmp_path / "mine.py").write_text(
+        "def even(group):\n    return group.group_id % 2 == 0\n"
+        "def loss(current_logprobs, advantages):\n    return -current_logprobs * advantages\n"
+        "def centred(rewards):\n    return rewards - rewards.mean()\n"
+        "def fresh(staleness):\n    return 1 / (1 + staleness)\n"
+        "def first(items, rewards):\n    return [1] + [0] * (len(items) - 1)\n"
+    )
     plain = start(
         *("algorithm.max_staleness=2", "learner.num_train_steps=6"),
         *("algorithm.kl.coefficient=0.1", "algorithm.kl.placement=loss", "algorithm.kl.estimator=k3"),
@@ -44,6 +51,10 @@ def test_two_runs_on_a_host_end_with_balanced_ledgers(start: Callable[..., Run],
         "data.train.rewards=[{task: arithmetic}, {function: 'entry:brevity', weight: 0.5}]",
         "rollout.episode.type=entry:Mine",
         f"algorithm.group_filter={tmp_path / 'mine.py'}:even",
+        f"algorithm.loss.kind={tmp_path / 'mine.py'}:loss",
+        f"algorithm.advantages={tmp_path / 'mine.py'}:centred",
+        f"algorithm.sample_weights={tmp_path / 'mine.py'}:fresh",
+        f"data.curriculum={tmp_path / 'mine.py'}:first",
         name="with_script",
         entry=script,
     )
@@ -61,6 +72,10 @@ def test_two_runs_on_a_host_end_with_balanced_ledgers(start: Callable[..., Run],
     assert balanced(ledger)
     assert ledger["trained"] == 5 * 16
     assert ledger["dropped"]["group_filter"] >= 5 * 16 - 4
+    assert all(f"your code: algorithm.{key}" in output for key in ("loss.kind", "advantages", "sample_weights"))
+    assert all(record.ratio_clipped_share == 0 for record in with_script.records())
+    trajectories = (with_script.folder / "trajectories.jsonl").read_text().splitlines()
+    assert {json.loads(line)["item_index"] for line in trajectories} == {0}, "the curriculum draws no other item"
 
 
 def _assert_ends_balanced(run: Run, output: str) -> None:

@@ -11,7 +11,10 @@ import pytest
 import yaml
 from support.metric_names import metric_names
 
-from areal_rloo.config import PRESETS, Config
+from areal_rloo.algorithm.own_parts import load_own_loss, load_own_parts
+from areal_rloo.config import PRESETS, AlgorithmConfig, Config, LossConfig
+from areal_rloo.intake.curriculum import Curriculum
+from areal_rloo.trajectory import Item
 
 DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 
@@ -100,6 +103,16 @@ def test_the_named_metrics_exist() -> None:
     names = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", _section("Metrics of a step"), re.M)))
     assert len(names) > 20
     assert {f"areal_rloo_{name}" for name in names} <= metric_names()
+
+
+def test_the_own_functions_of_the_document_pass_the_trial(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", _section("Your own functions"), re.DOTALL)
+    (tmp_path / "mine.py").write_text(block)
+    mine = f"{tmp_path / 'mine.py'}:"
+    assert load_own_loss(LossConfig(kind=f"{mine}loss")) is not None
+    parts = AlgorithmConfig(advantages=f"{mine}advantages", sample_weights=f"{mine}fresh_first")
+    assert None not in load_own_parts(parts)
+    assert Curriculum(f"{mine}unsolved", [[Item("1"), Item("2")]], seed=0, every=1).draw(0, 0) in (0, 1)
 
 
 def test_the_named_files_exist() -> None:

@@ -213,6 +213,20 @@ BY_HAND = [
     ("data.train.name=''", "data.train.name: expected str of length >= 1"),
     ("data.eval.temperature=1e-40", "data.eval.temperature: expected 0 (greedy) or at least 1e-06, got 1e-40"),
     ("data.eval.num_samples=2", "data.eval.temperature: expected a temperature above 0"),
+    ("data.curriculum=no.py:f", "data.curriculum: no.py cannot be imported"),
+    ("data.curriculum=os:f & data.num_epochs=1", "data.num_epochs: expected null with data.curriculum=os:f, got 1"),
+    (
+        "algorithm.loss.kind=pppo",
+        "algorithm.loss.kind: expected one of ppo, cispo, reinforce, or file.py:",
+    ),
+    (
+        "algorithm.loss.kind=os:f & algorithm.loss.ratio_level=sequence_mean",
+        "algorithm.loss.ratio_level: expected token with kind=os:f, got sequence_mean",
+    ),
+    (
+        "algorithm.preset=reinforce_plus_plus & algorithm.advantages=os:f",
+        "algorithm.returns: expected trajectory with algorithm.advantages=os:f, got token",
+    ),
     ("algorithm.group_filter=os:nothing", "algorithm.group_filter: os has no function 'nothing'"),
     ("rollout.episode.type=os:system", "rollout.episode.type: expected a class with an async method run()"),
     ("rollout.episode.type=agent & rollout.episode.agent=no:f", "rollout.episode.agent: no cannot be imported"),

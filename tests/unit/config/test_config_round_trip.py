@@ -27,7 +27,7 @@ RELATED = {
         "overlong_penalty",
         "count_masked",
     ),
-    *("estimator", "correction", "placement", "train", "eval", "episode", "chat_template"),
+    *("estimator", "correction", "placement", "train", "eval", "episode", "chat_template", "curriculum"),
     *("tensor_parallel", "share_devices", "urls", "api_key_env", "cache_tokens"),
     *("time_limit", "warn_before_s", "drain_timeout_s", "runtime", "image", "mounts"),
     *(

@@ -21,7 +21,13 @@ GROUPS_PER_STEP = 3
 
 
 class _Bench:
-    def __init__(self, *, group_filter: Callable[[Group], bool] | None = None, **algorithm: Any) -> None:
+    def __init__(
+        self,
+        *,
+        group_filter: Callable[[Group], bool] | None = None,
+        note: Callable[[Group], None] | None = None,
+        **algorithm: Any,
+    ) -> None:
         self.ledger = Ledger()
         self.buffer = Buffer(
             self.ledger,
@@ -30,6 +36,7 @@ class _Bench:
             ),
             give_back=lambda epoch, index: pytest.fail("the prompt of a group that says nothing is not tried again"),
             group_filter=group_filter,
+            note=note,
         )
 
     def complete(self, *rewards: float) -> int:
@@ -67,6 +74,15 @@ def test_groups_below_min_reward_std_are_dropped_and_replaced() -> None:
     assert bench.ledger.totals.dropped_groups == 2
 
 
+def test_a_curriculum_notes_each_complete_group_once_also_a_dropped_one() -> None:
+    noted: list[Group] = []
+    bench = _Bench(min_reward_std=0.3, note=noted.append)
+    bench.complete(1.0, 1.0)
+    bench.complete(1.0, 0.0)
+    assert bench.dropped() == {"low_reward_std": 2}
+    assert [[sample.reward for sample in group.samples] for group in noted] == [[1.0, 1.0], [1.0, 0.0]]
+
+
 def test_a_group_filter_decides_on_whole_groups() -> None:
     seen: list[Group] = []
 
@@ -93,7 +109,7 @@ def test_a_raising_filter_drops_the_group_and_ends_the_run_if_persistent() -> No
     bench.complete(1.0, 0.0)
     bench.complete(1.0, 0.0)
     assert bench.dropped() == {"group_filter_error": 8}
-    with pytest.raises(UserError, match=r"ZeroDivisionError: .* \(.*test_buffer\.py:87\)"):
+    with pytest.raises(UserError, match=r"ZeroDivisionError: .* \(.*test_buffer\.py:\d+\)"):
         bench.complete(1.0, 0.0)
 
 

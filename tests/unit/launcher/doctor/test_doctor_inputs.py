@@ -22,6 +22,7 @@ from areal_rloo.launcher.doctor.inputs import (
     check_functions,
     check_loading,
     check_models,
+    check_own_parts,
     check_server,
     check_server_imports,
     check_tool_sandbox,
@@ -194,6 +195,30 @@ def test_missing_data_and_functions_are_wrong(tmp_path: Path) -> None:
     assert only(check_data_files, "ok").name == "data"
     finding = only(check_functions, "wrong", "algorithm.group_filter=no.py:keep")
     assert (finding.name, "no.py cannot be imported" in finding.what) == ("algorithm.group_filter", True)
+
+
+def test_parts_of_the_algorithm_are_tried_in_a_process(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def loss(current_logprobs): return -current_logprobs\ndef same(rewards): return rewards * 0 - 1\n")
+    options = (f"algorithm.loss.kind={path}:loss", f"algorithm.advantages={path}:same")
+    assert [finding.name for finding in found(check_own_parts, *options)] == [
+        "algorithm.loss.kind",
+        "algorithm.advantages",
+    ]
+    finding = only(check_own_parts, "wrong", *options, f"algorithm.sample_weights={path}:same")
+    assert finding.name == "algorithm.sample_weights"
+    assert finding.what == f"{path}:same returned -1, expected numbers of at least 0 ({path}:2)"
+    assert found(check_own_parts) == [], "no process without such a function"
+
+
+def test_a_curriculum_is_tried_with_the_items(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def even(items): return [1] * len(items)\ndef no(items): return [item.fields['no'] for item in items]\n"
+    )
+    assert only(check_data_files, "ok", f"data.curriculum={path}:even").name == "data"
+    finding = only(check_data_files, "wrong", f"data.curriculum={path}:no")
+    assert (finding.name, "no raised KeyError: 'no'" in finding.what) == ("data.curriculum", True)
 
 
 def test_a_group_filter_that_cannot_be_called_with_a_group_is_wrong(tmp_path: Path) -> None:
