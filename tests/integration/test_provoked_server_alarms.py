@@ -1,0 +1,86 @@
+"""The alarms about servers fire in a real run with a real SGLang, whose calls a proxy disturbs.
+
+The minutes of the rules are seconds.
+"""
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.external_server import export, running_server
+from support.faulty_server import Faults, faulty_proxy
+from support.local_runs import Run
+from support.patience import eventually
+from support.prometheus import Prometheus, prometheus, sooner
+from support.server_support import SERVERS
+
+pytestmark = [
+    *(pytest.mark.full, pytest.mark.rare),
+    pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed here"),
+]
+
+
+def test_each_trouble_of_a_server_fires_its_alarm(start: Callable[..., Run], wide_folder: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    export(wide_folder, model)
+
+    async def disturb(url: str, api_key: str) -> None:
+        async with faulty_proxy(url, api_key) as (faced, faults):
+            run = start(
+                *("rollout.engine=sglang", f"rollout.sglang.urls=[{faced}]", f"model.path={model}"),
+                *("rollout.sglang.health_every_s=0.5", "rollout.sglang.health_timeout_s=2", "rollout.num_slots=8"),
+                *("weights.transport=shared_memory", "weights.timeout_s=10", "learner.num_train_steps=100000"),
+                *("evaluation.every_n_versions=0", "data.eval=null"),
+            )
+            with prometheus(tmp_path, tmp_path / "targets", rules=sooner) as server:
+                await asyncio.to_thread(_provoke, run, server, faults)
+
+    with running_server(SERVERS["sglang"], model, tmp_path / "server.log") as process:
+        asyncio.run(disturb(process.url, process.api_key))
+
+
+def _provoke(run: Run, server: Prometheus, faults: Faults) -> None:
+    def fires(name: str) -> None:
+        run.wait_for(lambda: name in server.alarms())
+
+    run.wait_for(lambda: len(run.records()) >= 2)
+    assert not {name for name in server.alarms() if name.startswith("EngineServer")}
+    _next(faults, "/update_weights_from_disk", "ignore", 1)
+    fires("EngineServerWeights")
+    for _ in range(3):
+        _hang_up(run, server, faults)
+    fires("EngineServerRestarts")
+    assert "EngineServerUnproven" not in server.alarms()
+    _hang_up(run, server, faults, then="/weights_checker")  # the server that is back gives no digests
+    fires("EngineServerUnproven")
+    _hang_up(run, server, faults)
+    ends = {"EngineServerWeights", "EngineServerRestarts", "EngineServerUnproven"}
+    run.wait_for(lambda: not ends & server.alarms())
+    run.process.terminate()
+    code, output = run.wait()
+    assert code == 0, output
+    eventually(lambda: server.alarms() == set(), "an end without alarms")
+
+
+def _next(faults: Faults, path: str, fault: str, num: int) -> None:
+    faults.path, faults.fault, faults.left = path, fault, num  # type: ignore[assignment]
+
+
+def _hang_up(run: Run, server: Prometheus, faults: Faults, *, then: str = "") -> None:
+    """Let health checks fail until the server is given up, and is found again; `then` is refused from then on."""
+
+    def num_restarts() -> float:
+        return sum(float(one["value"][1]) for one in server.query("areal_rloo_engine_server_restarts_total"))
+
+    def is_found_again() -> bool:
+        if faults.path == "/health" and faults.left == 0:
+            _next(faults, *((then, "refuse", 10**6) if then else ("/health", "hang", 2)))
+        return num_restarts() > before
+
+    before = num_restarts()
+    _next(faults, "/health", "hang", 2)
+    run.wait_for(is_found_again)
+    if not then:
+        faults.left = 0
