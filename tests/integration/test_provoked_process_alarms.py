@@ -103,8 +103,10 @@ def test_each_trouble_of_processes_fires_its_alarm(start: Callable[..., Run], tm
         copy = tmp_path / "copy" / "areal_rloo"
         shutil.copytree(REPO / "areal_rloo", copy, ignore=shutil.ignore_patterns("__pycache__"))
         (copy / "__init__.py").write_text((copy / "__init__.py").read_text() + "\n# changed\n")
-        with further_worker(run, f"import sys; sys.path.insert(0, {str(copy.parent)!r})"):
+        with further_worker(run, f"import sys; sys.path.insert(0, {str(copy.parent)!r})") as other:
             fires("CodeDiffers")
+            other.terminate()  # and Prometheus watches it no more
+            assert other.wait(60) == 0
         stopped = run.children("areal_rloo.rollout")[0]
         run.wait_for(lambda: stops_with_its_turn(stopped))
         try:

@@ -23,8 +23,9 @@ pytestmark = [
 
 
 def test_each_trouble_of_a_server_fires_its_alarm(start: Callable[..., Run], wide_folder: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
+    model, reward = tmp_path / "model", tmp_path / "noise.py"
     export(wide_folder, model)
+    reward.write_text("def noise(completion_ids):\n    return float(sum(completion_ids) % 2)\n")
 
     async def disturb(url: str, api_key: str) -> None:
         async with faulty_proxy(url, api_key) as (faced, faults):
@@ -33,6 +34,7 @@ def test_each_trouble_of_a_server_fires_its_alarm(start: Callable[..., Run], wid
                 *("rollout.sglang.health_every_s=0.5", "rollout.sglang.health_timeout_s=2", "rollout.num_slots=8"),
                 *("weights.transport=shared_memory", "weights.timeout_s=10", "learner.num_train_steps=100000"),
                 *("evaluation.every_n_versions=0", "data.eval=null"),
+                *(f"data.train.rewards=[{{function: {reward}:noise}}]", "learner.optimizer.learning_rate=0.01"),
             )
             with prometheus(tmp_path, tmp_path / "targets", rules=sooner) as server:
                 await asyncio.to_thread(_provoke, run, server, faults)
@@ -69,18 +71,15 @@ def _next(faults: Faults, path: str, fault: str, num: int) -> None:
 
 
 def _hang_up(run: Run, server: Prometheus, faults: Faults, *, then: str = "") -> None:
-    """Let health checks fail until the server is given up, and is found again; `then` is refused from then on."""
+    """Let health checks fail until the server is given up, then be found again; `then` is refused from then on."""
+    log = run.folder / "logs" / "rollout-0.log"
 
-    def num_restarts() -> float:
-        return sum(float(one["value"][1]) for one in server.query("areal_rloo_engine_server_restarts_total"))
+    def num_failures() -> int:
+        return log.read_text().count("the server was not healthy for")
 
-    def is_found_again() -> bool:
-        if faults.path == "/health" and faults.left == 0:
-            _next(faults, *((then, "refuse", 10**6) if then else ("/health", "hang", 2)))
-        return num_restarts() > before
-
-    before = num_restarts()
-    _next(faults, "/health", "hang", 2)
-    run.wait_for(is_found_again)
-    if not then:
-        faults.left = 0
+    before = num_failures()
+    _next(faults, "/health", "hang", 10**6)
+    run.wait_for(lambda: num_failures() > before)
+    _next(faults, then, "refuse", 10**6)
+    is_back = f"areal_rloo_engine_server_restarts_total == {before + 1}"
+    run.wait_for(lambda: bool(server.query(is_back)))
