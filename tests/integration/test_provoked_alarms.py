@@ -58,3 +58,19 @@ def test_each_trouble_of_a_run_fires_its_alarm_and_the_end_silences_all(
         code, output = run.wait()
         assert code == 0, output
         eventually(lambda: server.alarms() == set(), "an end without alarms")
+
+
+def test_a_healthy_quickstart_has_no_alarm(start: Callable[..., Run], tmp_path: Path) -> None:
+    run = start("rollout.num_workers=2", "learner.num_train_steps=30", small=())
+    for folder in ("shipped", "sooner"):
+        (tmp_path / folder).mkdir()
+    with (
+        prometheus(tmp_path / "shipped", tmp_path / "targets") as shipped,
+        prometheus(tmp_path / "sooner", tmp_path / "targets", rules=sooner) as shortened,
+    ):
+        code, output = run.wait()
+        assert code == 0, output
+        assert len(run.records()) == 30
+        assert shipped.query("max_over_time(areal_rloo_num_train_steps_total[1d]) > 20"), "it was watched"
+        assert shipped.alarms_so_far() == set()
+        assert shortened.alarms_so_far() == set()

@@ -49,19 +49,20 @@ class Run:
         self,
         folder: Path,
         *arguments: str,
+        small: Sequence[str] = SMALL,
         config: str = "quickstart.yaml",
         launcher: str = "local",
         before: Sequence[str] = (),
         entry: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`before` stands in front of the command, as `nsenter ...` does; `entry` is the user's script."""
+        """`small`: changes of the config; `before`: in front of the command, as `nsenter ...`; `entry`: the user's."""
         self.folder = folder
         script = [] if entry is None else [str(entry)]
         own = (f"run.folder={folder}", f"telemetry.targets_folder={folder.parent / 'targets'}")
         command = [sys.executable, "-m", f"areal_rloo.launcher.{launcher}", *script, "--config", config]
         self.process = subprocess.Popen(
-            [*before, *command, *with_last_values(*own, *SMALL, *arguments)],
+            [*before, *command, *with_last_values(*own, *small, *arguments)],
             cwd=REPO,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -41,6 +41,11 @@ class Prometheus:
         firing = self.query(f'ALERTS{{alertstate="firing", run=~"{run}"}}')
         return {series["metric"]["alertname"] for series in firing}
 
+    def alarms_so_far(self) -> set[str]:
+        """Name the alarms that have fired at some time."""
+        fired = self.query('count by (alertname) (count_over_time(ALERTS{alertstate="firing"}[1d]))')
+        return {series["metric"]["alertname"] for series in fired}
+
     def symptoms(self, run: str) -> set[str]:
         """Name the symptoms of a run with an alarm now."""
         firing = self.query(f'ALERTS{{alertname="Unhealthy", alertstate="firing", run="{run}"}}')
