@@ -24,9 +24,10 @@ IN_A_NAMESPACE = """
 cd "$0"
 mount -t tmpfs -o size=4g tmpfs disk && mount -t tmpfs -o size=1g tmpfs /dev/shm || exit 77
 ( while kill -0 $$ 2>/dev/null; do
-    if [ -e resize ]; then read mount spare < resize && rm resize
+    if [ -e resize ]; then
+      read mount spare < resize
       used=$(df -B1 --output=used $mount | tail -n 1)
-      mount -o remount,size=$((used + spare)) $mount
+      mount -o remount,size=$((used + spare)) $mount && rm resize  # fails, and is tried again, if more is used by now
     fi
     sleep 0.1
   done ) > /dev/null 2>&1 &
