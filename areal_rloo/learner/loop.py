@@ -116,7 +116,7 @@ class Learner:
         if self.batches is not None:  # before the step, which may end the learner
             self.batches.append(batch, policy_version=self.policy_version)
         result = self.train_step.step(batch, policy_version=self.policy_version)
-        self.reporter.totals.skipped_steps += result.updates.num_skipped
+        self.reporter.skipped(result.updates.num_skipped)
         if result.updates.num_optimizer_steps == 0:
             self.intake.refuse_batch("non_finite")
             self._skips_in_a_row += 1

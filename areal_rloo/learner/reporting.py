@@ -157,6 +157,11 @@ class Reporter:
         self._steps_left = self.config.learner.num_train_steps - policy_version
         self._look(record)
 
+    def skipped(self, num_steps: int) -> None:
+        """Count skipped optimizer steps."""
+        self.totals.skipped_steps += num_steps
+        self.metrics.skipped_steps(self.totals.skipped_steps)
+
     def comparable(self) -> list[EvalRecord]:
         """Return the evaluations since the last change of their set; safe on any thread."""
         return self.health.breaks.comparable(self.evaluations.copy())

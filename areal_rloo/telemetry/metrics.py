@@ -25,7 +25,16 @@ from areal_rloo.decoding import from_json
 from areal_rloo.errors import DataError, DecodeError
 from areal_rloo.files import open_regular
 from areal_rloo.telemetry.logs import get_logger
-from areal_rloo.telemetry.metric import Declared, Measured, Metric, Samples, Values, declared_metrics, read_samples
+from areal_rloo.telemetry.metric import (
+    Declared,
+    Measured,
+    Metric,
+    Samples,
+    Values,
+    declared_metrics,
+    prometheus_name,
+    read_samples,
+)
 from areal_rloo.telemetry.record_file import RecordFile
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 
@@ -44,6 +53,10 @@ class LearnerMetrics:
 
     def train_step(self, record: TrainRecord) -> None:
         self._train.take(record)
+
+    def skipped_steps(self, total: int) -> None:
+        """Serve this total: a train step in which all optimizer steps are skipped has no record."""
+        self._train.grow(prometheus_name("skipped_steps", "counter"), total)
 
     def evaluation(self, record: EvalRecord) -> None:
         self._evaluation.take(record)
@@ -162,6 +175,11 @@ class _Served(Collector):
             declared.name: _merged(declared.metric, self._values[declared.name], self._counted(declared, newest))
             for declared in self._declared
         }
+
+    def grow(self, name: str, total: float) -> None:
+        """Serve a newer value of a counter without labels, before an instance has the value."""
+        counted = max(self._values[name][()], total - self._base.get(name, {}).get((), 0.0))
+        self._values = {**self._values, name: {(): counted}}
 
     def _counted(self, declared: Declared, newest: Samples) -> Values:
         """Take the values of a counter at the start from the newest values."""

@@ -49,14 +49,16 @@ class Targets:
         """No file is written if `targets_folder` is null."""
         folder, self._host = config.telemetry.targets_folder, config.telemetry.metrics_host
         self._folder, self._run = None if folder is None else Path(folder), run_folder.resolve()
-        self._prefix = f"{self._run.name}-{zlib.crc32(bytes(self._run)):08x}."  # folders can have equal names
+        self._run_id = f"{zlib.crc32(bytes(self._run)):08x}"  # folders can have equal names
+        self._prefix = f"{self._run.name}-{self._run_id}."
 
     def add(self, process: str, port: int) -> None:
         """Write the file of a process; a disk without room costs the file alone."""
         if self._folder is None:
             return
         host = _own_address() if self._host in _EVERYWHERE else self._host
-        entry = {"targets": [host_and_port(host, port)], "labels": {"run": self._run.name, "process": process}}
+        labels = {"run": self._run.name, "run_id": self._run_id, "process": process}
+        entry = {"targets": [host_and_port(host, port)], "labels": labels}
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_atomically(self._folder / f"{self._prefix}{process}.json", json.dumps([entry]).encode())

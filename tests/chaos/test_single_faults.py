@@ -4,7 +4,6 @@ The faults of `soak.py` come in groups. The others need parts that a soak lacks:
 ranks, and workers that break the protocol.
 """
 
-import contextlib
 import os
 import re
 import shutil
@@ -19,9 +18,9 @@ from random import Random
 import pytest
 from chaos import sockets
 from chaos.verdict import judge, left_files
-from support.local_runs import REPO, Run, assert_kills_cost_nothing, balanced, gone
+from support.local_runs import REPO, SENDS_GARBAGE, Run, assert_kills_cost_nothing, balanced, further_worker, gone
 from support.networks import CAN_MAKE_NETWORKS, two_networks
-from support.processes import command_of, wire_port
+from support.processes import wire_port
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -79,10 +78,6 @@ time_t time(time_t *now) {
 }
 """
 OF_ANOTHER_VERSION = "import areal_rloo.wire.messages as messages; messages.WIRE_VERSION += 1"
-SENDS_GARBAGE = (
-    "import os; import areal_rloo.wire.channels as channels; "
-    "channels.encode = lambda message: [os.urandom(1 + os.urandom(1)[0]) for _ in range(1 + os.urandom(1)[0] % 4)]"
-)
 
 
 @pytest.fixture
@@ -190,21 +185,6 @@ def test_a_clock_that_jumps_changes_nothing(start: Callable[..., Run], tmp_path:
     _assert_ended_well(run)
 
 
-@contextlib.contextmanager
-def _broken_worker(run: Run, change: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """Start a further worker, rollout-7, whose code is changed."""
-    run.wait_for(lambda: bool(run.children("areal_rloo.rollout")))
-    (first, *_) = sorted(command_of(worker) for worker in run.children("areal_rloo.rollout"))
-    options = [option for option in first[3:] if not option.startswith("--worker-id=")]
-    code = f"{change}; import runpy; runpy.run_module('areal_rloo.rollout', run_name='__main__', alter_sys=True)"
-    command = [sys.executable, "-c", code, *options, "--worker-id=rollout-7"]
-    with subprocess.Popen(command, cwd=REPO, stderr=subprocess.DEVNULL) as worker:
-        try:
-            yield worker
-        finally:
-            worker.kill()
-
-
 def _said(run: Run) -> str:
     path = run.folder / "logs" / "rollout-7.log"
     return path.read_text() if path.exists() else ""
@@ -212,7 +192,7 @@ def _said(run: Run) -> str:
 
 def test_a_worker_of_another_wire_version_ends_alone(start: Callable[..., Run]) -> None:
     run = start()
-    with _broken_worker(run, OF_ANOTHER_VERSION) as worker:
+    with further_worker(run, OF_ANOTHER_VERSION) as worker:
         assert worker.wait(120) == 2, "a restart would end in the same way"
     assert "wire version" in _said(run)
     assert "Traceback" not in _said(run)
@@ -221,7 +201,7 @@ def test_a_worker_of_another_wire_version_ends_alone(start: Callable[..., Run]) 
 
 def test_a_worker_that_sends_garbage_does_no_harm(start: Callable[..., Run]) -> None:
     run = start()
-    with _broken_worker(run, SENDS_GARBAGE):
+    with further_worker(run, SENDS_GARBAGE):
         run.wait_for(lambda: "the learner refuses a message" in _said(run))
         _assert_ended_well(run)
 

@@ -1,6 +1,7 @@
 """The shipped alarms fire for a real run in trouble, and are silent after it; the minutes of the rules are seconds.
 
-`tests/project/test_alert_rules.py` has every alarm with its own times, by the unit tests of promtool.
+`tests/project/test_alert_rules.py` has every alarm with its own times, by the unit tests of promtool. The other files
+`test_provoked_*.py` provoke the other alarms.
 """
 
 import shutil
@@ -58,3 +59,20 @@ def test_each_trouble_of_a_run_fires_its_alarm_and_the_end_silences_all(
         code, output = run.wait()
         assert code == 0, output
         eventually(lambda: server.alarms() == set(), "an end without alarms")
+
+
+def test_a_healthy_quickstart_has_no_alarm(start: Callable[..., Run], tmp_path: Path) -> None:
+    run = start("rollout.num_workers=2", "learner.num_train_steps=30", small=())
+    for folder in ("shipped", "sooner"):
+        (tmp_path / folder).mkdir()
+    with (
+        prometheus(tmp_path / "shipped", tmp_path / "targets") as shipped,
+        prometheus(tmp_path / "sooner", tmp_path / "targets", rules=sooner) as shortened,
+    ):
+        code, output = run.wait()
+        assert code == 0, output
+        assert len(run.records()) == 30
+        assert shipped.query("max_over_time(areal_rloo_num_train_steps_total[1d]) > 20"), "it was watched"
+        assert shipped.alarms_so_far() == set()
+        # Within a train step, a worker can idle for seconds; and a process ends seconds before Prometheus forgets it.
+        assert shortened.alarms_so_far() <= {"RolloutIdle", "TargetDown"}

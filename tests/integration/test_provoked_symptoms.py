@@ -1,7 +1,7 @@
 """Real runs that do not learn, one for each way: the terminal, the log and the report name the symptom.
 
-`test_watched_runs.py` has the ways that need no training. No run here provokes `no_gradient`, `stale` and `mismatch`: a
-healthy loop bounds the staleness and trains on what it samples.
+`test_watched_runs.py` has the ways that need no training, and `test_provoked_learning_alarms.py` has those that need
+another sampling, episode or bound.
 """
 
 import re

@@ -4,21 +4,18 @@ import dataclasses
 import os
 import signal
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from support.external_server import export, running_server
 from support.local_runs import Run
 from support.model_versions import cached_logprobs, model_of
 from support.patience import PATIENCE_S, eventually
-from support.processes import ends_of_logs
 from support.server_support import (
     CAPABILITIES,
     CONTEXT_TOKENS,
-    MODEL_TOKENS,
     PROMPT,
     SERVERS,
     VLLM_CAPABILITIES,
@@ -37,15 +34,8 @@ from support.server_support import (
     version_runs,
 )
 
-from areal_rloo.config import ServerConfig, load_config
-from areal_rloo.engines.kinds import kind_of
-from areal_rloo.engines.server import ServerPlan
 from areal_rloo.engines.server.process import ServerProcess
 from areal_rloo.errors import ConfigError
-from areal_rloo.learner.building import build_rank
-from areal_rloo.learner.checkpoint import write_model
-from areal_rloo.learner.team import Team
-from areal_rloo.models.files import load_tokenizer
 
 pytestmark = pytest.mark.full
 
@@ -79,10 +69,8 @@ def folder(wide_folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def exported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a model in the form of a checkpoint, with tokenizer."""
     made = tmp_path_factory.mktemp("exported") / "model"
-    rank = build_rank(load_config("quickstart.yaml"), model_path=str(folder), device=torch.device("cpu"))
-    write_model(made, rank.policy.causal, Team(rank).whole_weights(), tokenizer=load_tokenizer(str(folder)))
+    export(folder, made)
     return made
 
 
@@ -91,31 +79,10 @@ def server(
     exported: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[External]:
     tested = SERVERS[request.param]
-    plan = ServerPlan(exported, "cpu", "float32", 1, 8, CONTEXT_TOKENS, 1, model_context_tokens=MODEL_TOKENS)
-    log = tmp_path_factory.mktemp("logs") / "external.log"
-    process = ServerProcess(kind_of(tested.engine), tested.python(), ServerConfig(), plan, log)
-    try:
-        _wait_until_it_answers(process)
+    with running_server(tested, exported, tmp_path_factory.mktemp("logs") / "external.log") as process:
         os.environ[KEY] = process.api_key
         yield External(tested, process)
-    finally:
-        os.environ.pop(KEY, None)
-        process.kill()
-
-
-def _wait_until_it_answers(server: ServerProcess) -> None:
-    """Fail with the server's log if the server does not start: a run would wait for minutes, and say less."""
-    asked = urllib.request.Request(f"{server.url}/health", headers={"Authorization": f"Bearer {server.api_key}"})
-    ends_s = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            with urllib.request.urlopen(asked, timeout=30) as reply:
-                assert reply.status == 200
-                return
-        except OSError as error:
-            ended = server.exit_code() is not None
-            assert not ended and time.monotonic() < ends_s, f"{error}: {ends_of_logs([server.log])}"
-            time.sleep(0.2)
+    os.environ.pop(KEY, None)
 
 
 def _options(server: External, **changes: Any) -> dict[str, Any]:

@@ -186,16 +186,22 @@ def test_a_process_with_a_fixed_port_has_a_restart_loop_too(tmp_path: Path) -> N
     assert _run([_fires(_series(restarts), 40, {"RestartLoop"}, "at 40 min")], tmp_path) == ""
 
 
-def test_runs_with_equal_names_are_watched(tmp_path: Path) -> None:
-    """Folders can have equal names; a rule that fails for these would watch no run."""
-    for alert in ("WorkerMissing", "SamplesDropped"):
-        again = [{**one, "series": one["series"].replace("run=", 'instance="other",run=')} for one in _series({})]
-        again = [one for one in again if "process_start" not in one["series"]]
-        missing = _series(CAUSES[alert])
-        if alert == "WorkerMissing":  # both learners hear of one worker each, and three were started
-            assert _run([_fires([*missing, *again], 40, {alert}, alert)], tmp_path) == ""
-        else:
-            assert "err" not in _run([_fires([*missing, *again], 40, set(), alert)], tmp_path)
+def _of_another_folder(series: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Give the series of a run of other code, whose folder has the same name."""
+    renamed = [one["series"].replace('run="a"', 'run="a",run_id="2"').replace('code="', 'code="3') for one in series]
+    return [{**one, "series": name} for one, name in zip(series, renamed, strict=True)]
+
+
+def test_no_alert_fires_in_two_healthy_runs_with_equal_names(tmp_path: Path) -> None:
+    both = [*_series({}), *_of_another_folder(_series({}))]
+    assert _run([_fires(both, at_min, set(), f"at {at_min} min") for at_min in (6, 40, 119)], tmp_path) == ""
+
+
+@pytest.mark.parametrize("alert", ["WorkerMissing", "RestartLoop", "DiskFull", "CodeDiffers", "SamplesDropped"])
+def test_runs_with_equal_names_are_watched(alert: str, tmp_path: Path) -> None:
+    """Folders can have equal names; a rule that mixes or refuses these would watch no run."""
+    both = [*_series(CAUSES[alert]), *_of_another_folder(_series({}))]
+    assert _run([_fires(both, 40, {alert}, alert)], tmp_path) == ""
 
 
 def test_no_alert_fires_while_a_run_evaluates_after_its_last_step(tmp_path: Path) -> None:

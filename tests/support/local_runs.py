@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,10 @@ SMALL = [
     "launcher.drain_timeout_s=60",
     "launcher.max_learner_restarts=0",
 ]
+SENDS_GARBAGE = (  # for `further_worker`
+    "import os; import areal_rloo.wire.channels as channels; "
+    "channels.encode = lambda message: [os.urandom(1 + os.urandom(1)[0]) for _ in range(1 + os.urandom(1)[0] % 4)]"
+)
 
 
 class Run:
@@ -45,19 +49,20 @@ class Run:
         self,
         folder: Path,
         *arguments: str,
+        small: Sequence[str] = SMALL,
         config: str = "quickstart.yaml",
         launcher: str = "local",
         before: Sequence[str] = (),
         entry: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`before` stands in front of the command, as `nsenter ...` does; `entry` is the user's script."""
+        """`small`: changes of the config; `before`: in front of the command, as `nsenter ...`; `entry`: the user's."""
         self.folder = folder
         script = [] if entry is None else [str(entry)]
         own = (f"run.folder={folder}", f"telemetry.targets_folder={folder.parent / 'targets'}")
         command = [sys.executable, "-m", f"areal_rloo.launcher.{launcher}", *script, "--config", config]
         self.process = subprocess.Popen(
-            [*before, *command, *with_last_values(*own, *SMALL, *arguments)],
+            [*before, *command, *with_last_values(*own, *small, *arguments)],
             cwd=REPO,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -163,3 +168,18 @@ def gone(run: Run) -> bool:
 def balanced(ledger: dict[str, Any]) -> bool:
     parts = ledger["trained"] + sum(ledger["dropped"].values()) + ledger["buffered"] + ledger["in_flight"]
     return bool(ledger["admitted"] == parts)
+
+
+@contextlib.contextmanager
+def further_worker(run: Run, change: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """Start a further worker, rollout-7, whose code is changed by a statement."""
+    run.wait_for(lambda: bool(run.children("areal_rloo.rollout")))
+    (first, *_) = sorted(command_of(worker) for worker in run.children("areal_rloo.rollout"))
+    options = [option for option in first[3:] if not option.startswith("--worker-id=")]
+    code = f"{change}; import runpy; runpy.run_module('areal_rloo.rollout', run_name='__main__', alter_sys=True)"
+    command = [sys.executable, "-c", code, *options, "--worker-id=rollout-7"]
+    with subprocess.Popen(command, cwd=REPO, stderr=subprocess.DEVNULL) as worker:
+        try:
+            yield worker
+        finally:
+            worker.kill()

@@ -36,9 +36,20 @@ class Prometheus:
         result: list[dict[str, Any]] = self.ask("query", query=expression)["result"]
         return result
 
-    def alarms(self) -> set[str]:
-        """Name the alarms that fire now."""
-        return {series["metric"]["alertname"] for series in self.query('ALERTS{alertstate="firing"}')}
+    def alarms(self, run: str = ".*") -> set[str]:
+        """Name the alarms that fire now, of the runs whose folder has this name."""
+        firing = self.query(f'ALERTS{{alertstate="firing", run=~"{run}"}}')
+        return {series["metric"]["alertname"] for series in firing}
+
+    def alarms_so_far(self) -> set[str]:
+        """Name the alarms that have fired at some time."""
+        fired = self.query('count by (alertname) (count_over_time(ALERTS{alertstate="firing"}[1d]))')
+        return {series["metric"]["alertname"] for series in fired}
+
+    def symptoms(self, run: str) -> set[str]:
+        """Name the symptoms of a run with an alarm now."""
+        firing = self.query(f'ALERTS{{alertname="Unhealthy", alertstate="firing", run="{run}"}}')
+        return {series["metric"]["symptom"] for series in firing}
 
 
 def sooner(rules: str) -> str:
@@ -47,7 +58,7 @@ def sooner(rules: str) -> str:
     rules = rules.replace(
         'process_start_time_seconds{job="areal_rloo"}[30s]', 'process_start_time_seconds{job="areal_rloo"}[30m]'
     )
-    shorter = {"300) and": "5) and", "> 6000 and": "> 100 and"}  # of NoTrainStep and MemoryGrows
+    shorter = {"300) and": "5) and", "> 6000 and": "> 100 and", "> 4e+09": "> 4e+08"}  # NoTrainStep and MemoryGrows
     for before, after in shorter.items():
         assert rules.count(before) == 1
         rules = rules.replace(before, after)

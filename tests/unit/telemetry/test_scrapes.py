@@ -45,9 +45,10 @@ def test_any_process_names_all_processes_of_the_run(tmp_path: Path) -> None:
         assert _scraped(port)["areal_rloo_scrape_refused_total"] == 0.0
     finally:
         stop()
+    labels = {"run": "run", "run_id": found[0]["labels"]["run_id"]}
     assert found == [
-        {"targets": [f"127.0.0.1:{port}"], "labels": {"run": "run", "process": "learner"}},
-        {"targets": ["127.0.0.1:9401"], "labels": {"run": "run", "process": "rollout-0"}},
+        {"targets": [f"127.0.0.1:{port}"], "labels": {**labels, "process": "learner"}},
+        {"targets": ["127.0.0.1:9401"], "labels": {**labels, "process": "rollout-0"}},
     ]
 
 

@@ -26,7 +26,7 @@ def test_a_process_is_found_at_its_address_with_run_and_name(
     (path,) = (tmp_path / "targets").iterdir()
     assert path.name.startswith("gsm8k-")
     assert path.name.endswith(".rollout-0.json")
-    labels = {"run": "gsm8k", "process": "rollout-0"}
+    labels = {"run": "gsm8k", "run_id": path.name.partition("-")[2].partition(".")[0], "process": "rollout-0"}
     assert json.loads(path.read_text()) == [{"targets": [target], "labels": labels}]
 
 
