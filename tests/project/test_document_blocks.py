@@ -24,7 +24,13 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # Output and diagrams. tests/project/test_deployment.py compares the `text` of deploy.md with a dry run.
 SHOWN = {"", "text", "console"}
 # Tests that run the Python of a document.
-RUN_BY = {"rewards.md": "test_rewards_document.py", "tutorial.md": "test_tutorial.py"}
+RUN_BY = {
+    "algorithms.md": "test_own_part_examples.py",
+    "library.md": "test_library_document.py",
+    "rewards.md": "test_rewards_document.py",
+    "tasks.md": "test_tasks_document.py",
+    "tutorial.md": "test_tutorial.py",
+}
 OTHERS = {
     *("python3", "git", "source", "cd", "ssh", "scp", "curl", "eval", "export"),
     *("ray", "kubectl", "docker", "sbatch", "scancel", "scontrol", "enroot", "apptainer", "prometheus", "chronyc"),
