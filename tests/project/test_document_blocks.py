@@ -25,7 +25,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SHOWN = {"", "text", "console"}
 # Tests that run the Python of a document.
 RUN_BY = {
-    "algorithms.md": "test_own_part_examples.py",
+    "algorithms.md": "test_algorithms_document.py",
     "library.md": "test_library_document.py",
     "rewards.md": "test_rewards_document.py",
     "tasks.md": "test_tasks_document.py",

@@ -1,5 +1,6 @@
 """docs/tasks.md matches the code: configs load, tables agree, commands parse, links exist."""
 
+import asyncio
 import re
 import shlex
 from pathlib import Path
@@ -7,10 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from areal_rloo.config import load_config
+from areal_rloo.config import EpisodeConfig, load_config
 from areal_rloo.config.episode import BUILT_IN
 from areal_rloo.inspect.__main__ import parse_arguments
 from areal_rloo.tasks.loading import TASKS
+from areal_rloo.tasks.tools import make_tools
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
@@ -43,6 +45,13 @@ def test_commands_in_the_document_parse(tmp_path: Path, monkeypatch: pytest.Monk
     for command in commands:
         _, _, arguments = command.partition("areal-rloo inspect ")
         parse_arguments(shlex.split(arguments))
+
+
+def test_the_tool_of_the_document_is_one(tmp_path: Path) -> None:
+    (block,) = [text for kind, text in BLOCKS if kind == "python"]
+    (tmp_path / "tools.py").write_text(block)
+    (tool,) = make_tools(EpisodeConfig(type="tool_use", tools=(f"{tmp_path / 'tools.py'}:search",))).values()
+    assert asyncio.run(tool.call({"query": "x", "limit": 1})) == '["x: page 0"]'
 
 
 def test_links_in_the_document_exist() -> None:
