@@ -100,18 +100,6 @@ def test_totals_are_zero_before_the_first_step() -> None:
     assert value(registry, "num_train_steps_total") == 0
 
 
-def test_skipped_steps_are_shown_before_the_next_record(make_train_record: MakeTrainRecord) -> None:
-    """A train step whose optimizer steps are all skipped has no record."""
-    registry = CollectorRegistry()
-    metrics = LearnerMetrics(registry, last=make_train_record(skipped_steps=5))
-    metrics.skipped_steps(7)
-    assert value(registry, "skipped_steps_total") == 2
-    metrics.train_step(make_train_record(skipped_steps=7))
-    assert value(registry, "skipped_steps_total") == 2
-    metrics.skipped_steps(8)
-    assert value(registry, "skipped_steps_total") == 3
-
-
 def test_an_unbalanced_ledger_is_shown(make_train_record: MakeTrainRecord, ledger_counts: LedgerCounts) -> None:
     registry = CollectorRegistry()
     ledger = msgspec.structs.replace(ledger_counts, in_flight=14)
