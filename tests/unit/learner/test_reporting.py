@@ -1,6 +1,7 @@
 """The records of a run: rates and totals, also after a resume."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,22 @@ from areal_rloo.learner.reporting import Reporter
 from areal_rloo.learner.state import Totals
 from areal_rloo.telemetry.health import Health
 from areal_rloo.telemetry.metrics import MetricsFile, read_records
-from areal_rloo.telemetry.records import LedgerCounts, TrainRecord
+from areal_rloo.telemetry.records import LedgerCounts, Record, TrainRecord
+
+
+def _reporter(
+    file: MetricsFile, totals: Totals, registry: CollectorRegistry | None = None, records: Sequence[Record] = ()
+) -> Reporter:
+    config = load_config("quickstart.yaml")
+    return Reporter(
+        file=file,
+        registry=registry or CollectorRegistry(),
+        health=Health(config),
+        records=records,
+        totals=totals,
+        checkpoints=Checkpoints(Path("unused")),
+        config=config,
+    )
 
 
 @pytest.mark.parametrize("before", [0, 1_000_000])
@@ -27,15 +43,7 @@ def test_a_rate_counts_the_tokens_since_the_previous_record(
     groups = ragged_groups()
     _, result = spied_step(tiny_folders["qwen2"], groups, step_config())
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    reporter = Reporter(
-        file=file,
-        registry=CollectorRegistry(),
-        health=Health(load_config("quickstart.yaml")),
-        records=(),
-        totals=Totals(generated_tokens=before),
-        checkpoints=Checkpoints(tmp_path),
-        config=load_config("quickstart.yaml"),
-    )
+    reporter = _reporter(file, Totals(generated_tokens=before))
     reporter.start_clock()
     statistics = IntakeStatistics(
         ledger=ledger_counts,
@@ -64,14 +72,8 @@ def test_a_rate_counts_the_tokens_since_the_previous_record(
 
 def test_totals_stay_within_what_a_checkpoint_can_hold(tmp_path: Path, ledger_counts: LedgerCounts) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    reporter = Reporter(
-        file=file,
-        registry=CollectorRegistry(),
-        health=Health(load_config("quickstart.yaml")),
-        records=(),
-        totals=Totals(generated_tokens=2**53 - 1, rollout_idle_s=1e12, rollout_busy_s=1e12, decoding_s=1e12),
-        checkpoints=Checkpoints(tmp_path),
-        config=load_config("quickstart.yaml"),
+    reporter = _reporter(
+        file, Totals(generated_tokens=2**53 - 1, rollout_idle_s=1e12, rollout_busy_s=1e12, decoding_s=1e12)
     )
     reporter.start_clock()
     reporter.update_totals(
@@ -92,3 +94,19 @@ def test_totals_stay_within_what_a_checkpoint_can_hold(tmp_path: Path, ledger_co
     reporter.close()
     file.close()
     assert from_msgpack(msgspec.msgpack.encode(reporter.totals), Totals) == reporter.totals
+
+
+def test_skipped_steps_are_served_without_a_record(
+    tmp_path: Path, make_train_record: Callable[..., TrainRecord]
+) -> None:
+    """A train step whose optimizer steps are all skipped has no record, and the alarm must see it."""
+    registry, file = CollectorRegistry(), MetricsFile(tmp_path / "metrics.jsonl")
+    reporter = _reporter(file, Totals(skipped_steps=5), registry, [make_train_record(skipped_steps=5)])
+    for expected in (2, 4):
+        reporter.skipped(2)
+        assert registry.get_sample_value("areal_rloo_skipped_steps_total") == expected
+    reporter.metrics.train_step(make_train_record(skipped_steps=9))
+    assert registry.get_sample_value("areal_rloo_skipped_steps_total") == 4, "counted from the start of the process"
+    assert reporter.totals.skipped_steps == 9
+    reporter.close()
+    file.close()
