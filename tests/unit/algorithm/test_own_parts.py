@@ -20,6 +20,7 @@ WRONG_LOSSES = {
     "return 0 * current_logprobs": "has the gradient 0 for every token",
     "return (current_logprobs - current_logprobs.detach()).abs().sqrt()": "has a gradient that is not finite",
     "return current_logprobs + current_logprobs.mean()": "depends on other tokens; rows are packed and cut",
+    "m = current_logprobs.mean(); return current_logprobs + (m - m.detach())": "depends on other tokens",  # gradients
     "return current_logprobs * (advantages - advantages.mean())": "depends on other tokens",
     "return current_logprobs / current_logprobs.detach().mean()": "depends on other tokens",
     "return current_logprobs * torch.rand(len(advantages))": "returned other numbers for the same tokens",

@@ -21,6 +21,9 @@ def ppo(current_logprobs, proximal_logprobs, advantages, config):
 def rloo(rewards, group_ids):
     return torch.stack([reward - others(rewards, group_ids, i) for i, reward in enumerate(rewards)])
 
+def doubled(rewards, group_ids):
+    return 2 * rloo(rewards, group_ids)
+
 def others(rewards, group_ids, i):
     same = [rewards[j] for j in range(len(rewards)) if j != i and group_ids[j] == group_ids[i]]
     return sum(same) / len(same) if same else rewards[i]
@@ -74,13 +77,13 @@ def test_an_own_ppo_gives_the_bits_of_the_built_in(
     assert result.updates.numbers["ratio_clipped_share"] == 0, "only the function knows"
 
 
-def test_own_advantages_and_weights_of_one_change_nothing(tiny_folders: dict[str, Path], mine: str) -> None:
+def test_own_advantages_scale_the_gradient_and_weights_of_one_do_not(tiny_folders: dict[str, Path], mine: str) -> None:
     folder, groups = tiny_folders["qwen2"], ragged_groups()
     (expected,), _ = spied_step(folder, groups, step_config())
-    options = (f"algorithm.advantages={mine}:rloo", f"algorithm.sample_weights={mine}:ones")
+    options = (f"algorithm.advantages={mine}:doubled", f"algorithm.sample_weights={mine}:ones")
     (own,), _ = spied_step(folder, groups, step_config(*options))
     for name, gradient in expected.items():
-        torch.testing.assert_close(own[name], gradient, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(own[name], 2 * gradient, rtol=1e-5, atol=1e-7)
 
 
 def test_a_weight_scales_the_gradient_of_its_samples(tiny_folders: dict[str, Path], mine: str) -> None:
