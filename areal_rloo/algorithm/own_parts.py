@@ -177,7 +177,7 @@ def _try_loss(own: OwnFunction, loss: OwnLoss, config: LossConfig) -> None:
     if bool((gradient - gradient.diag().diag()).any()) or not _close(whole.detach(), apart):
         own.refuse(
             "gives a token a loss that depends on other tokens; rows are packed and cut, so the tokens nearby are of "
-            "other samples: return the loss of each token alone; algorithm.loss.aggregation takes the mean"
+            "other samples; return the loss of each token alone, whose mean algorithm.loss.aggregation takes"
         )
 
 
