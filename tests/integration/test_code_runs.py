@@ -15,7 +15,7 @@ from areal_rloo.learner.demonstrations import Example, train_on_demonstrations
 from areal_rloo.models.tiny import make_tiny_model, save_tiny_model
 from areal_rloo.tasks.tools.landlock import landlock_version
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.rare]  # tests/unit/tasks/code tries the parts
 
 NUMBERS = range(4)
 FEW = (
