@@ -41,7 +41,7 @@ from areal_rloo.config.imports import ENTRY, import_entry, import_function, impo
 from areal_rloo.config.launcher import LauncherConfig
 from areal_rloo.config.learner import MOST_BETA, LearnerConfig, LoraConfig, OptimizerConfig
 from areal_rloo.config.load import check_run, dump_config, load_config
-from areal_rloo.config.overrides import EXPECTED, check_unique, is_override, override_of
+from areal_rloo.config.overrides import EXPECTED, check_overrides, check_unique, is_override, override_of
 from areal_rloo.config.presets import PRESETS
 from areal_rloo.config.rollout import EmbeddedConfig, RolloutConfig, SamplingConfig
 from areal_rloo.config.schema import (
@@ -94,6 +94,7 @@ __all__ = [
     "WeightsConfig",
     "WireConfig",
     "argument_name",
+    "check_overrides",
     "check_run",
     "check_unique",
     "dump_config",

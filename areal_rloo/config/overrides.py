@@ -69,6 +69,19 @@ def override_of(key: str, text: str | Path) -> str:
     return f"{key}={json.dumps(str(text), ensure_ascii=False)}"
 
 
+def check_overrides(words: Sequence[str]) -> Sequence[str]:
+    """Return the words of a command line that are no flags, if all are overrides of different keys.
+
+    Raises:
+        ConfigError: a word is no override, or a key is given twice.
+    """
+    for word in words:
+        if not is_override(word):
+            raise ConfigError(f"argument '{shown(word)}': expected {EXPECTED}; see --help")
+    check_unique(words)
+    return words
+
+
 def check_unique(overrides: Sequence[str]) -> None:
     """Check the overrides of a command line: the last of two values for a key would win unseen.
 

@@ -11,14 +11,13 @@ from pathlib import Path
 import msgspec
 
 from areal_rloo.config import check_run, is_override, override_of
-from areal_rloo.decoding import from_json
-from areal_rloo.errors import ConfigError, DecodeError
+from areal_rloo.errors import ConfigError
 from areal_rloo.files import read_regular
 from areal_rloo.launcher import run
 from areal_rloo.launcher.run import LAUNCHERS, launcher_of
 from areal_rloo.launcher.run_folder import newest_submitted
 from areal_rloo.program import Parser
-from areal_rloo.telemetry.code_state import STARTS_NAME
+from areal_rloo.telemetry.code_state import STARTS_NAME, newest_start
 
 _LATEST = "runs/latest"
 _EXAMPLES = """
@@ -63,13 +62,13 @@ def _recorded(folder: Path) -> str:
         ConfigError: no start is recorded.
     """
     try:
-        launcher = from_json(read_regular(folder / STARTS_NAME).splitlines()[-1], _Start).launcher
-    except (OSError, IndexError, DecodeError):
-        launcher = ""
-    if launcher not in LAUNCHERS:
+        start = newest_start(read_regular(folder / STARTS_NAME), _Start)
+    except OSError:
+        start = None
+    if start is None or start.launcher not in LAUNCHERS:
         names = ", ".join(LAUNCHERS)
         raise ConfigError(f"{folder}: {STARTS_NAME} names no launcher; say --launcher with one of {names}")
-    return launcher
+    return start.launcher
 
 
 def _parser() -> Parser:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from areal_rloo.config import EXPECTED, check_unique, is_override, load_config, override_of
+from areal_rloo.config import check_overrides, check_unique, load_config, override_of
 from areal_rloo.errors import ConfigError, DataError, shown
 from areal_rloo.launcher.job import Signals
 from areal_rloo.launcher.run import launcher_of
@@ -66,9 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--folder", type=Path, help="of all runs; default: runs/sweep-TIME")
     parser.add_argument("--dry-run", action="store_true", help="check and list the combinations, start nothing")
     options, rest = parser.parse_known_args(arguments)
-    for argument in rest:
-        if not is_override(argument):
-            raise ConfigError(f"argument '{shown(argument)}': expected {EXPECTED}; see --help")
+    for argument in check_overrides(rest):
         if argument.removeprefix("--").startswith(("run.name=", "run.folder=")):
             raise ConfigError(f"override '{shown(argument)}': the sweep names its runs; set --folder")
     if options.parallel < 1:

@@ -18,8 +18,9 @@ import msgspec
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from areal_rloo.config import Config, RolloutConfig, SamplingConfig, import_entry, load_config
+from areal_rloo.config import Config, RolloutConfig, SamplingConfig, check_overrides, import_entry, load_config
 from areal_rloo.errors import CheckpointError, ConfigError, PreflightError
+from areal_rloo.launcher.epochs import with_steps
 from areal_rloo.launcher.fit import model_sizes, resolved
 from areal_rloo.launcher.hosts import ClaimedGpus, real_host
 from areal_rloo.launcher.run_folder import choose_folder, resume_changes, write_beginning
@@ -34,7 +35,6 @@ from areal_rloo.learner.warm_start import prepare_tiny_model
 from areal_rloo.models.files import load_tokenizer, policy_folder, stop_token_ids
 from areal_rloo.models.folder import read_config
 from areal_rloo.program import Parser
-from areal_rloo.stages.source import checked_overrides
 from areal_rloo.stages.training import Data, Show, Training
 from areal_rloo.telemetry.logs import setup_logs
 from areal_rloo.telemetry.record_file import RecordFile, cut_records
@@ -69,7 +69,7 @@ def parse(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace,
     parser.add_argument("--config", required=True, help="a path, or the name of a shipped config")
     parser.add_argument("--resume", action="store_true", help="go on in run.folder from the newest checkpoint")
     options, rest = parser.parse_known_args(arguments)
-    config = load_config(options.config, checked_overrides(rest))
+    config = load_config(options.config, check_overrides(rest))
     import_entry(config.run.entry)
     learner = config.learner
     for key, value, expected, fits in (
@@ -98,7 +98,7 @@ def begin(program: Program, config: Config, *, resume: bool) -> Training:
         path = prepare_tiny_model(config).path if is_tiny else str(policy_folder(config.model.path, config))
         model = Model(path, load_tokenizer(path), int(read_config("model.path", Path(path))["vocab_size"]))
         data = program.load(config, model)
-        config = _with_steps(config, len(data.groups))
+        config = with_steps(config, num_prompts=len(data.groups))
         training = _loaded(program, config, folder, model, data, resume=resume)
     try:
         write_beginning(folder, config, [], program.name)
@@ -124,15 +124,6 @@ def _folder(name: str, config: Config, *, resume: bool) -> Path:
         expected = f"--resume: expected the folder of an earlier `areal-rloo {name}` in run.folder"
         raise CheckpointError(f"{expected}, got {'null' if folder is None else folder}")
     return folder
-
-
-def _with_steps(config: Config, num_groups: int) -> Config:
-    """Replace `learner.num_train_steps: auto` by the steps of `data.num_epochs`."""
-    if config.learner.num_train_steps or config.data.num_epochs is None:
-        return config
-    num_steps = -(-config.data.num_epochs * num_groups // config.learner.groups_per_step)
-    learner = msgspec.structs.replace(config.learner, num_train_steps=num_steps)
-    return msgspec.structs.replace(config, learner=learner)
 
 
 def _loaded(program: Program, config: Config, folder: Path, model: Model, data: Data, *, resume: bool) -> Training:

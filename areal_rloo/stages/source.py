@@ -10,16 +10,15 @@ from pathlib import Path
 import msgspec
 
 from areal_rloo.config import (
-    EXPECTED,
     Config,
+    check_overrides,
     check_run,
-    check_unique,
     import_entry,
     is_override,
     load_config,
     override_of,
 )
-from areal_rloo.errors import CheckpointError, ConfigError, shown
+from areal_rloo.errors import CheckpointError, ConfigError
 from areal_rloo.learner.checkpoint_folder import folder_of, list_checkpoints
 from areal_rloo.learner.warm_start import prepare_tiny_model
 from areal_rloo.program import Parser
@@ -57,7 +56,7 @@ def parse(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace,
     if options.run_folder is not None and is_override(str(options.run_folder)) and not options.run_folder.exists():
         rest = [str(options.run_folder), *rest]  # an override
         options.run_folder = None
-    checked_overrides(rest)
+    check_overrides(rest)
     if (options.run_folder is None) == (options.config is None):
         raise ConfigError("expected either a RUN_FOLDER or --config X.yaml; see --help")
     if options.run_folder is None:
@@ -65,15 +64,6 @@ def parse(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace,
             raise ConfigError("argument '--step': expected with a RUN_FOLDER, whose checkpoint it names")
         return options, Source(_with_tiny(load_config(options.config, rest)), None, 0)
     return options, of_run(options.run_folder, options.step, rest)
-
-
-def checked_overrides(words: Sequence[str]) -> Sequence[str]:
-    """Return words that are all overrides, of different keys; raise ConfigError otherwise."""
-    for word in words:
-        if not is_override(word):
-            raise ConfigError(f"argument '{shown(word)}': expected {EXPECTED}; see --help")
-    check_unique(words)
-    return words
 
 
 def of_run(run_folder: Path, step: int | None, overrides: Sequence[str] = ()) -> Source:

@@ -8,7 +8,7 @@ import importlib.metadata
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 
@@ -16,6 +16,8 @@ from areal_rloo.config import Config, dump_config
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import DecodeError
 from areal_rloo.telemetry.metric import Label, Metric
+
+T = TypeVar("T")
 
 _DIGEST = 12  # hex digits
 _GIT_S = 10.0  # of a checkout on a slow network disk
@@ -83,13 +85,22 @@ def code_state(package: Path = _PACKAGE) -> CodeState:
     return CodeState(version, _commit(package), digest.hexdigest()[:_DIGEST])
 
 
+def newest_start(starts: bytes, kind: type[T]) -> T | None:
+    """Read the last line of environment.jsonl; None if there is no line, or a line of a version without the fields."""
+    try:
+        return from_json(starts.splitlines()[-1], kind)
+    except (IndexError, DecodeError):
+        return None
+
+
 def changed_code(earlier: bytes, now: CodeState) -> str:
     """Say how the code differs from the last start in environment.jsonl; empty if the code is the same."""
-    lines = earlier.splitlines()
-    try:
-        before = from_json(lines[-1], _Start).code if lines else now
-    except DecodeError:  # of a version without this record
+    if not earlier:
+        return ""
+    start = newest_start(earlier, _Start)
+    if start is None:
         return f"resume: an earlier version of areal_rloo began this run; now {now}"
+    before = start.code
     return "" if before.digest == now.digest else f"resume: the code of areal_rloo has changed: {before} -> {now}"
 
 

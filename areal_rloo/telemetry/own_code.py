@@ -14,8 +14,7 @@ from pathlib import Path
 import msgspec
 
 from areal_rloo.config import Config
-from areal_rloo.decoding import from_json
-from areal_rloo.errors import DecodeError
+from areal_rloo.telemetry.code_state import newest_start
 
 _DIGEST = 12  # hex digits
 
@@ -52,10 +51,8 @@ def own_code_lines(code: OwnCode) -> list[str]:
 
 def recorded_own_code(starts: bytes) -> OwnCode:
     """Read the parts of the last start in environment.jsonl; empty if the record is unreadable or has none."""
-    try:
-        return from_json(starts.splitlines()[-1], _Start).own_code
-    except (IndexError, DecodeError):  # the first start, or of a version without this record
-        return {}
+    start = newest_start(starts, _Start)
+    return {} if start is None else start.own_code
 
 
 def changed_own_code(earlier: bytes, now: OwnCode) -> list[str]:

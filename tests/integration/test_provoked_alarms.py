@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.local_runs import Run
 from support.patience import eventually
-from support.prometheus import Prometheus, prometheus, sooner
+from support.prometheus import Prometheus, assert_a_silent_end, prometheus, sooner
 
 pytestmark = [
     *(pytest.mark.slow, pytest.mark.rare),
@@ -55,10 +55,7 @@ def test_each_trouble_of_a_run_fires_its_alarm_and_the_end_silences_all(
             worker.send_signal(signal.SIGCONT)
         trouble = {"TargetDown", "WorkerMissing", "NoRolloutWorker", "NoTrainStep"}
         eventually(lambda: not trouble & server.alarms(), "the run goes on")
-        run.process.terminate()
-        code, output = run.wait()
-        assert code == 0, output
-        eventually(lambda: server.alarms() == set(), "an end without alarms")
+        assert_a_silent_end(server, run)
 
 
 def test_a_healthy_quickstart_has_no_alarm(start: Callable[..., Run], tmp_path: Path) -> None:

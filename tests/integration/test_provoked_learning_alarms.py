@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.local_runs import Run
-from support.patience import eventually
-from support.prometheus import prometheus, sooner
+from support.prometheus import assert_a_silent_end, prometheus, sooner
 
 pytestmark = [
     *(pytest.mark.slow, pytest.mark.rare),
@@ -142,12 +141,7 @@ def test_each_trouble_of_learning_fires_its_alarm(
         runs[next(iter(runs))].wait_for(all_have_fired)
         for name, expected in symptoms.items():
             runs[name].wait_for(lambda name=name, expected=expected: expected <= server.symptoms(name))  # type: ignore[misc]
-        for run in runs.values():
-            run.process.terminate()
-        for run in runs.values():
-            code, output = run.wait()
-            assert code == 0, output
-        eventually(lambda: server.alarms() == set(), "an end without alarms")
+        assert_a_silent_end(server, *runs.values())
 
 
 def test_rewards_that_fail_fire_alarms_until_they_are_mended(
@@ -165,7 +159,4 @@ def test_rewards_that_fail_fire_alarms_until_they_are_mended(
         user.with_name("mended").touch()
         ends = {"SamplesDropped", "EvaluationSamplesFailed", "WorkerSetAside"}
         run.wait_for(lambda: not ends & server.alarms())
-        run.process.terminate()
-        code, output = run.wait()
-        assert code == 0, output
-        eventually(lambda: server.alarms() == set(), "an end without alarms")
+        assert_a_silent_end(server, run)

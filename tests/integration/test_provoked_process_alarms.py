@@ -12,8 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.local_runs import REPO, SENDS_GARBAGE, Run, further_worker
-from support.patience import eventually
-from support.prometheus import prometheus, sooner
+from support.prometheus import assert_a_silent_end, prometheus, sooner
 from support.strangers import lie_until_cut_off, processes_of, socket_files
 
 from areal_rloo.wire.address import SocketFile
@@ -120,7 +119,4 @@ def test_each_trouble_of_processes_fires_its_alarm(start: Callable[..., Run], tm
         run.wait_for(lambda: server.alarms() <= others)
         (tmp_path / "damage").touch()
         fires("LedgerUnbalanced")
-        run.process.terminate()
-        code, output = run.wait()
-        assert code == 0, output
-        eventually(lambda: server.alarms() == set(), "an end without alarms")
+        assert_a_silent_end(server, run)

@@ -12,8 +12,7 @@ import pytest
 from support.external_server import export, running_server
 from support.faulty_server import Faults, faulty_proxy
 from support.local_runs import Run
-from support.patience import eventually
-from support.prometheus import Prometheus, prometheus, sooner
+from support.prometheus import Prometheus, assert_a_silent_end, prometheus, sooner
 from support.server_support import SERVERS
 
 pytestmark = [
@@ -37,13 +36,13 @@ def test_each_trouble_of_a_server_fires_its_alarm(start: Callable[..., Run], wid
                 *(f"data.train.rewards=[{{function: {reward}:noise}}]", "learner.optimizer.learning_rate=0.01"),
             )
             with prometheus(tmp_path, tmp_path / "targets", rules=sooner) as server:
-                await asyncio.to_thread(_provoke, run, server, faults)
+                await asyncio.to_thread(_assert_each_trouble_fires, run, server, faults)
 
     with running_server(SERVERS["sglang"], model, tmp_path / "server.log") as process:
         asyncio.run(disturb(process.url, process.api_key))
 
 
-def _provoke(run: Run, server: Prometheus, faults: Faults) -> None:
+def _assert_each_trouble_fires(run: Run, server: Prometheus, faults: Faults) -> None:
     def fires(name: str) -> None:
         run.wait_for(lambda: name in server.alarms())
 
@@ -64,10 +63,7 @@ def _provoke(run: Run, server: Prometheus, faults: Faults) -> None:
     _next(faults, "/update_weights_from_disk", "reset", 1)
     ends = {"EngineServerWeights", "EngineServerRestarts", "EngineServerUnproven"}
     run.wait_for(lambda: not ends & server.alarms())
-    run.process.terminate()
-    code, output = run.wait()
-    assert code == 0, output
-    eventually(lambda: server.alarms() == set(), "an end without alarms")
+    assert_a_silent_end(server, run)
 
 
 def _next(faults: Faults, path: str, fault: str, num: int) -> None:

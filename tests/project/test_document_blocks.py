@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.documents import BLOCK
 
 from areal_rloo.__main__ import PROGRAMS
 from areal_rloo.config.load import find_config, load_config
@@ -20,7 +21,6 @@ from areal_rloo.config.overrides import is_override
 
 REPO = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*REPO.glob("*.md"), *(REPO / "docs").glob("*.md")])
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # Output and diagrams. tests/project/test_deployment.py compares the `text` of deploy.md with a dry run.
 SHOWN = {"", "text", "console"}
 # Tests that run the Python of a document.

@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 import yaml
+from support.documents import the_block
 from support.metric_names import metric_names
 from support.reward_requests import reward_request
 
@@ -20,15 +21,12 @@ from areal_rloo.trajectory import Item
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
 
 
-def _block(language: str) -> str:
-    (block,) = re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
-    return block
-
-
 def test_the_document_s_config_passes_all_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_rewards.py").write_text(_block("python"))
+    (tmp_path / "my_rewards.py").write_text(the_block(TEXT, "python"))
     (tmp_path / "my.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
-    (tmp_path / "my.yaml").write_text(yaml.safe_dump({**yaml.safe_load(_block("yaml")), "model": {"path": "tiny"}}))
+    (tmp_path / "my.yaml").write_text(
+        yaml.safe_dump({**yaml.safe_load(the_block(TEXT, "yaml")), "model": {"path": "tiny"}})
+    )
     monkeypatch.chdir(tmp_path)
     config = load_config("my.yaml", ["data.eval=null"])
     check_rewards(config.data, check_data(config.data))
@@ -37,7 +35,7 @@ def test_the_document_s_config_passes_all_checks(tmp_path: Path, monkeypatch: py
 
 
 def test_the_document_s_functions_return_rewards(tmp_path: Path) -> None:
-    (tmp_path / "my_rewards.py").write_text(_block("python"))
+    (tmp_path / "my_rewards.py").write_text(the_block(TEXT, "python"))
     request = reward_request(" 2", Item("1+1", "2"), turns=("a", " 2"), completion_ids=(2, 3))
     functions = {
         name: FunctionReward("key", f"{tmp_path / 'my_rewards.py'}:{name}", returns="token")

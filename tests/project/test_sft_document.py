@@ -1,6 +1,5 @@
 """docs/sft.md matches the code: configs load, commands parse, and the algorithm of on-policy distillation is that."""
 
-import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.documents import BLOCK
 
 from areal_rloo.config import Config, load_config
 from areal_rloo.learner.advantages import Samples, compute_advantages, loss_masks
@@ -16,7 +16,7 @@ from areal_rloo.stages.begin import parse
 from areal_rloo.trajectory import Completion, Trajectory
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "sft.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
+BLOCKS = BLOCK.findall(TEXT)
 COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
 
 

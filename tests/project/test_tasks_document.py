@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.documents import BLOCK
 
 from areal_rloo.config import EpisodeConfig, load_config
 from areal_rloo.config.episode import BUILT_IN
@@ -15,7 +16,7 @@ from areal_rloo.tasks.loading import TASKS
 from areal_rloo.tasks.tools import make_tools
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
+BLOCKS = BLOCK.findall(TEXT)
 
 
 def _first_column(heading: str) -> set[str]:

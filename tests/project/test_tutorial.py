@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from support.documents import the_block
 from support.reward_requests import reward_request
 
 from areal_rloo.config import load_config
@@ -15,16 +16,11 @@ from areal_rloo.trajectory import Item
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "tutorial.md").read_text(encoding="utf-8")
 
 
-def _block(language: str) -> str:
-    (block,) = re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
-    return block
-
-
 def test_the_task_of_the_tutorial_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_reward.py").write_text(_block("python"))
-    (row,) = re.findall(r"# (\{.*\})$", _block("yaml"), re.MULTILINE)
+    (tmp_path / "my_reward.py").write_text(the_block(TEXT, "python"))
+    (row,) = re.findall(r"# (\{.*\})$", the_block(TEXT, "yaml"), re.MULTILINE)
     (tmp_path / "my.jsonl").write_text(f"{row}\n")
-    (tmp_path / "my.yaml").write_text(_block("yaml"))
+    (tmp_path / "my.yaml").write_text(the_block(TEXT, "yaml"))
     monkeypatch.chdir(tmp_path)
     config = load_config("my.yaml")
     check_rewards(config.data, check_data(config.data))

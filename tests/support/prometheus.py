@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from support.local_runs import Run
 from support.patience import eventually
 
 from areal_rloo.ports import ReservedPorts
@@ -95,6 +96,16 @@ def prometheus(
     finally:
         process.terminate()
         process.wait(30)
+
+
+def assert_a_silent_end(server: Prometheus, *runs: Run) -> None:
+    """End the runs, which drain, and wait until no alarm is left."""
+    for run in runs:
+        run.process.terminate()
+    for run in runs:
+        code, output = run.wait()
+        assert code == 0, output
+    eventually(lambda: server.alarms() == set(), "an end without alarms")
 
 
 def _answers(server: Prometheus) -> bool:
