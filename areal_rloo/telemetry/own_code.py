@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_rloo.config import Config
+from areal_rloo.config import Config, SourceEpisodeConfig
 from areal_rloo.telemetry.code_state import newest_start
 
 _DIGEST = 12  # hex digits
@@ -73,13 +73,21 @@ def _paths(config: Config) -> Iterator[tuple[str, str | None]]:
         yield f"{key}.task", source.task if ":" in source.task else None
         for index, reward in enumerate(source.rewards):
             yield f"{key}.rewards.{index}.function", reward.function
+        if source.episode is not None:
+            yield from _tools(f"{key}.episode", source.episode)
     yield "data.curriculum", data.curriculum
     yield "rollout.episode.type", None if episode.built_in else episode.type
     yield "rollout.episode.agent", episode.agent
+    yield from _tools("rollout.episode", episode)
     yield "algorithm.group_filter", algorithm.group_filter
     yield "algorithm.advantages", algorithm.advantages
     yield "algorithm.sample_weights", algorithm.sample_weights
     yield "algorithm.loss.kind", None if algorithm.loss.built_in else algorithm.loss.kind
+
+
+def _tools(key: str, episode: SourceEpisodeConfig) -> Iterator[tuple[str, str | None]]:
+    for index, tool in enumerate(episode.tools):
+        yield f"{key}.tools.{index}", tool if ":" in tool else None
 
 
 def _digest(path: str, entry: str | None) -> str | None:

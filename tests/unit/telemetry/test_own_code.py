@@ -48,6 +48,14 @@ def test_every_part_by_import_path_has_the_digest_of_its_file() -> None:
     assert own_code(load_config("quickstart.yaml")) == {}
 
 
+def test_tools_of_the_run_and_of_sources_are_named() -> None:
+    tools = "{type: tool_use, tools: [calculator, 'mine.py:search']}"
+    options = (f"rollout.episode={tools}", f"data.train={{task: arithmetic, episode: {tools}}}", "data.eval=null")
+    code = own_code(load_config("quickstart.yaml", options))
+    assert list(code) == ["data.train.episode.tools.1", "rollout.episode.tools.1"]
+    assert len({part.digest for part in code.values()} - {None}) == 1
+
+
 def test_a_start_records_the_code_and_a_resume_says_the_changed_files(folder: Path) -> None:
     config, run = load_config("quickstart.yaml", OPTIONS), folder / "run"
     run.mkdir()
