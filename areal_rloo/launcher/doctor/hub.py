@@ -63,7 +63,10 @@ def _mend(key: str, trouble: Trouble) -> str:
 
 
 def _models(situation: Situation) -> Iterator[_Need]:
+    keys: dict[str, str] = {}  # evaluation sets often have the reward models of their train sources
     for key, path in (*model_paths(situation), *_reward_models(situation)):
+        keys.setdefault(path, key)
+    for path, key in keys.items():
         if path == "tiny" or Path(path).exists() or not is_hub_name(path):  # `check_models` may refuse
             continue
         cached = cached_folder(path, situation.environment)

@@ -316,6 +316,7 @@ def test_every_model_of_a_shipped_config_is_known_before_the_download() -> None:
     assert billions == {
         "Qwen/Qwen2.5-0.5B-Instruct": pytest.approx(0.494, rel=0.01),
         "Qwen/Qwen2.5-1.5B-Instruct": pytest.approx(1.543, rel=0.01),
+        "Qwen/Qwen2.5-7B-Instruct": pytest.approx(7.616, rel=0.01),
         "Qwen/Qwen3-8B": pytest.approx(8.191, rel=0.01),
     }
 

@@ -7,13 +7,12 @@ import yaml
 from support.episodes import CHAT_ML, RewardsByTurn, ScriptedTurns
 
 from areal_rloo.config import Config, load_config
-from areal_rloo.intake.prompts import Tokenizer
 from areal_rloo.models.tiny import make_tiny_tokenizer
 from areal_rloo.rollout.agent import Agent
 from areal_rloo.rollout.episode import Sample
 from areal_rloo.rollout.episode_types import BySource, make_episode, serving
 from areal_rloo.rollout.worker import sampling_of
-from areal_rloo.tasks.chat import chat_format
+from areal_rloo.tasks.chat import Tokenizer, chat_format
 from areal_rloo.trajectory import Item, Purpose, Trajectory
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "17*23"}}</tool_call>'

@@ -180,7 +180,8 @@ def test_a_broken_sandbox_drops_the_sample_with_the_reason(row: Any, monkeypatch
     assert caught.value.reason == "reward_error"
 
 
-def test_reward_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reward_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("areal_rloo.files.memory_folder", lambda: tmp_path)  # other tests take cores, too
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     num_running, most = 0, 0
 
