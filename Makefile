@@ -40,8 +40,8 @@ lint: $(STAMP)
 	$(BIN)/mypy benchmarks/*.py
 	$(BIN)/lint-imports
 
-extras: $(STAMP)  # for tests of the hub, reasoning-gym, adapters, Ray and trackers, which skip without it, and for make fuzz
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,fuzz,mlflow,peft,ray,rg,tensorboard,wandb]'
+extras: $(STAMP)  # for tests of the hub, reasoning-gym, adapters, MCP, Ray and trackers, which skip without it, and for make fuzz
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,data,fuzz,mcp,mlflow,peft,ray,rg,tensorboard,wandb]'
 
 sglang:  # a real SGLang server without a GPU, for trying it out and for its tests, which skip without it
 	PYTHON=$(PYTHON) tests/sglang/install.sh

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 import msgspec
@@ -22,7 +23,7 @@ OF_SOURCES = BUILT_IN[:3]  # a sample is a single trajectory with the prompt of 
 _READERS = {  # option of an episode: the built-in types that read the option
     "max_turns": ("multi_turn", "tool_use"),
     **dict.fromkeys(("feedback", "success_reward", "turn_discount"), ("multi_turn",)),
-    **dict.fromkeys(("tools", "tool_timeout_s", "python"), ("tool_use",)),
+    **dict.fromkeys(("tools", "mcp_servers", "tool_timeout_s", "python"), ("tool_use",)),
     **dict.fromkeys(("num_agents", "agent_timeout_s", "max_trajectories"), ("agent",)),
 }
 
@@ -48,7 +49,10 @@ class SourceEpisodeConfig(Section, frozen=True):
     # tool_use: the tools that the policy may call: calculator, python, or your functions, module:function or
     # path/to/file.py:function, with typed arguments and a docstring; see docs/tasks.md.
     tools: tuple[str, ...] = ("calculator",)
-    tool_timeout_s: Seconds = 60.0  # tool_use: of a call of your function; then the policy gets an error
+    # tool_use: MCP servers whose tools the policy may call: a URL, or the command of a server, for every worker
+    mcp_servers: tuple[str, ...] = ()
+    # tool_use: of a call of your function or of a server's tool; then the policy gets an error
+    tool_timeout_s: Seconds = 60.0
     python: PythonToolConfig = PythonToolConfig()
 
 
@@ -105,8 +109,19 @@ def episode_mistakes(key: str, episode: SourceEpisodeConfig) -> Iterator[str]:
             more = [*episode.tools[:index], f"my_tools.py:{tool}", *episode.tools[index + 1 :]]
             yield f"{key}.tools.{index}: {words}, got '{shown(tool)}'; for example {key}.tools=[{', '.join(more)}]"
     names = {tool.rpartition(":")[2] for tool in episode.tools}
-    if len(names) != len(episode.tools) or not episode.tools:
+    if len(names) != len(episode.tools) or not (episode.tools or episode.mcp_servers):
         yield f"{key}.tools: expected different tools, at least one, got {list(episode.tools)}"
+    for index, address in enumerate(episode.mcp_servers):
+        if not _is_address(address) or address in episode.mcp_servers[:index]:
+            words = "expected different servers, each as http://host:port/path or as a command"
+            yield f"{key}.mcp_servers.{index}: {words}, got '{shown(address)}'"
+
+
+def _is_address(text: str) -> bool:
+    try:
+        return bool(shlex.split(text))
+    except ValueError:  # a quote without an end
+        return False
 
 
 def _type_mistakes(episode: EpisodeConfig) -> Iterator[str]:

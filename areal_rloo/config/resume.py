@@ -109,6 +109,7 @@ def _episode(section: str) -> dict[str, Rule]:
     return {
         **_refused(section, "type tools", _LIVE_PROMPTS),
         **_allowed(section, f"{_TURNS} tool_timeout_s", _LATER),
+        **_allowed(section, "mcp_servers", "the servers must have the same tools, because these are in the prompts"),
         **_allowed(f"{section}.python", _SANDBOX, _LATER),
     }
 
@@ -157,7 +158,7 @@ _RULES: dict[str, Rule] = {
     **_episode("data.train.episode"),
     **_allowed("data.train", "max_new_tokens", _SHORTER),
     **_allowed("data", "eval", _EVALUATED),
-    **_allowed("data.eval.episode", f"{_TURNS} type tools tool_timeout_s", _EVALUATED),
+    **_allowed("data.eval.episode", f"{_TURNS} type tools mcp_servers tool_timeout_s", _EVALUATED),
     **_allowed("data.eval.episode.python", _SANDBOX, _EVALUATED),
     **_allowed("data.eval", f"{_SOURCE} path rewards episode max_new_tokens", _EVALUATED),
     **_allowed("data.eval", "num_samples temperature top_p top_k", _EVALUATED),

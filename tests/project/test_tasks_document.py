@@ -44,8 +44,13 @@ def test_commands_in_the_document_parse(tmp_path: Path, monkeypatch: pytest.Monk
     commands = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
     assert commands
     for command in commands:
-        _, _, arguments = command.partition("areal-rloo inspect ")
-        parse_arguments(shlex.split(arguments))
+        _, is_inspect, arguments = command.partition("areal-rloo inspect ")
+        if is_inspect:
+            parse_arguments(shlex.split(arguments))
+        else:
+            program, name, option, config, *overrides = shlex.split(command)
+            assert (program, name, option) == ("areal-rloo", "run", "--config")
+            assert load_config(config, overrides)
 
 
 def test_the_tool_of_the_document_is_one(tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def _check_tools(config: Config) -> Iterator[Finding]:
             if tools := make_tools(episode, key):
                 yield ok(f"{key}.tools", ", ".join(tools))
         except ConfigError as error:
-            yield refused(f"{key}.tools", error, fix="correct the function, or leave the tool out")
+            yield refused(f"{key}.tools", error, fix="correct the tool, or leave it out")
 
 
 def check_own_parts(situation: Situation) -> Iterator[Finding]:

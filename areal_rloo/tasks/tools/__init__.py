@@ -4,6 +4,7 @@ Mistakes of the model (a missing argument, a wrong expression, a failing program
 exception means a mistake of this package or of the machine.
 
 - `functions`: functions of the user as tools.
+- `mcp_servers`: tools of MCP servers.
 - `calculator`: computes arithmetic expressions exactly.
 - `programs`: runs Python programs of the model, and tries again if a sandbox fails.
 - `sandbox`: runs a Python program in a locked process.
@@ -19,8 +20,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from areal_rloo.config import SourceEpisodeConfig
+from areal_rloo.errors import ConfigError
 from areal_rloo.tasks.tools.calculator import calculate
 from areal_rloo.tasks.tools.functions import FunctionTool
+from areal_rloo.tasks.tools.mcp_servers import mcp_tools
 from areal_rloo.tasks.tools.programs import Programs
 from areal_rloo.tasks.tools.sandbox import SandboxLimits
 
@@ -104,7 +107,8 @@ def make_tools(episode: SourceEpisodeConfig, key: str = "rollout.episode") -> di
     """Make the tools of an episode, by name; empty for a type without tools. `key`: of the episode, for errors.
 
     Raises:
-        ConfigError: a function of the user cannot be imported, or is no tool.
+        ConfigError: a function of the user cannot be imported, or is no tool; a server cannot be reached; or two tools
+            have the same name.
     """
     if episode.type != "tool_use":
         return {}
@@ -119,6 +123,14 @@ def make_tools(episode: SourceEpisodeConfig, key: str = "rollout.episode") -> di
         else:
             function = FunctionTool(f"{key}.tools", path, timeout_s=episode.tool_timeout_s)
             tools[function.name] = function
+    for index, address in enumerate(episode.mcp_servers):
+        where = f"{key}.mcp_servers.{index}"
+        for tool in mcp_tools(where, address, timeout_s=episode.tool_timeout_s):
+            if tool.name in tools:
+                raise ConfigError(
+                    f"{where}: {address}: there is another tool with the name '{tool.name}'; leave one out"
+                )
+            tools[tool.name] = tool
     return tools
 
 

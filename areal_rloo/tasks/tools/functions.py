@@ -9,8 +9,8 @@
         '''
 
 Arguments of the model are checked against the types. Plain functions run in a thread for each call, async functions on
-the worker's event loop. Wrong arguments, an exception and a timeout become text for the model, as in verl and TRL; a
-`SampleError` of the function drops the sample.
+the worker's event loop. Wrong arguments, an exception and a timeout become text for the model; a `SampleError` of the
+function drops the sample.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class FunctionTool:
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
-                return _text(await self._value(values))
+                return as_text(await self._value(values))
         except ArealRlooError:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code
@@ -128,7 +128,7 @@ def _arguments(where: str, function: Callable[..., Any]) -> tuple[dict[str, tupl
     return found, [name for name, (_, default) in found.items() if default is inspect.Parameter.empty]
 
 
-def _text(value: object) -> str:
+def as_text(value: object) -> str:
     """Write a result for the model: a text as it is, other values as JSON if possible, shortened."""
     if not isinstance(value, str):
         try:
