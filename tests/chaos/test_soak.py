@@ -1,7 +1,6 @@
 """The verdict of a soak finds damage that a test makes, and a killed soak says that the verdict is missing."""
 
 import json
-import os
 import shutil
 import signal
 import socket
@@ -168,7 +167,7 @@ def test_a_process_left_over_is_found() -> None:
     assert left_processes(known, among) == []
 
 
-def test_files_left_over_are_found(run_folder: Path, tmp_path: Path) -> None:
+def test_files_left_over_are_found(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = tmp_path / "memory"
     (memory / "torchinductor_root").mkdir(parents=True)
     assert left_files(run_folder, [memory]) == []
@@ -176,7 +175,7 @@ def test_files_left_over_are_found(run_folder: Path, tmp_path: Path) -> None:
     (run_folder / "checkpoints" / ".unfinished-step-000009").mkdir()
     (run_folder / ".config.yaml.unfinished").touch()
     with socket.socket(socket.AF_UNIX) as server:
-        os.chdir(run_folder)  # the name of a socket may have 107 characters
+        monkeypatch.chdir(run_folder)  # the name of a socket may have 107 characters
         server.bind("left.sock")
     assert len(left_files(run_folder, [memory])) == 4
 

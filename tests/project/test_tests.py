@@ -58,6 +58,13 @@ def test_no_two_files_have_the_same_name() -> None:
     assert [name for name, num in Counter(path.name for path in FILES).items() if num > 1] == []
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_no_test_leaves_another_working_folder_behind(path: Path) -> None:
+    """`monkeypatch.chdir` returns; a later test of the same process would start programs elsewhere."""
+    nodes = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    assert "os.chdir" not in {ast.unparse(node) for node in nodes}
+
+
 def test_a_test_without_an_assertion_is_found(tmp_path: Path) -> None:
     path = tmp_path / "test_nothing.py"
     path.write_text("def test_a():\n    asyncio.run(f())\n\ndef f():\n    g()\n\ndef g():\n    assert True\n")
