@@ -40,6 +40,7 @@ from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.lies import Lies
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.intake.service import IntakeService
+from areal_rloo.learner.collector import collect_rarely
 from areal_rloo.tasks import Item, Source
 from areal_rloo.weights.broadcast import Broadcaster
 from areal_rloo.weights.manifest import build_manifest
@@ -65,8 +66,7 @@ _FAULTS = {"failure_share": 0.02, "deaths_per_s": 1.0}
 
 def cases(quick: bool) -> Generator[Case]:
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # as a learner does
+    collect_rarely()  # as a learner does
     logging.disable(logging.WARNING)  # a line for each failed sample
     rounds = 2 if quick else 5
     for num_workers in (4,) if quick else SIZES:

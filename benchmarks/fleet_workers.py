@@ -257,8 +257,7 @@ class Workers:
 
 def run(load: Load, pipe: Pipe) -> None:
     """Serve until the pipe says stop; answer every other word with a `Window`."""
-    gc.collect()
-    gc.freeze()  # as a worker does
+    gc.disable()  # a collection of one worker in its own process does not stop the others
     workers = Workers(load)
     try:
         workers.serve(pipe)

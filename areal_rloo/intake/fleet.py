@@ -124,8 +124,8 @@ class Worker:
 
     def take(self, lease: Lease) -> None:
         """Record a lease for this worker."""
-        for duty in lease.duties:
-            self.hold(duty)
+        self.duties.update(lease.duties)
+        self.num_train += len(lease.sample_indices) if lease.purpose == "train" else 0
         self.newest_lease = lease.lease_id
 
     def hold(self, duty: Duty) -> None:

@@ -8,7 +8,7 @@ with the samples in flight.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from areal_rloo.algorithm.staleness import deadline, num_admissible
@@ -90,7 +90,8 @@ class Leasing:
             choice = [worker for worker in trusted if worker.worker_id not in last] or trusted
             worker = choice[number % len(choice)]
             seed, version = self.evaluation.seed(group_id), self.evaluation.policy_version
-            yield worker, self._lease(worker, group_id, indices, prompt, version, seed)
+            samples = {index: self.evaluation.sample((group_id, index)) for index in indices}
+            yield worker, self._lease(worker, group_id, samples, prompt, version, seed)
 
     def _train_leases(self, policy_version: int, published: int) -> Iterator[tuple[Worker, Lease]]:
         """Lease whole groups to the worker with the most room, liars last, while any worker has room.
@@ -113,7 +114,8 @@ class Leasing:
                 for index in indices:
                     group.samples[index].partial = b""
             for together in _leased_together(group, indices):
-                yield worker, self._lease(worker, group.group_id, together, group.prompt, version, seed)
+                samples = {index: group.samples[index] for index in together}
+                yield worker, self._lease(worker, group.group_id, samples, group.prompt, version, seed)
             room.put_back(worker)
         for group in passed_over:
             self._queue.push(group)
@@ -156,27 +158,31 @@ class Leasing:
             self.buffer.settle(self.ledger.drop_sample(sample_id, reason, detail=detail, num_tokens=num_tokens))
 
     def _lease(
-        self, worker: Worker, group_id: int, indices: tuple[int, ...], prompt: Prompt, min_version: int, seed: int
+        self,
+        worker: Worker,
+        group_id: int,
+        samples: Mapping[int, Sample | None],
+        prompt: Prompt,
+        version: int,
+        seed: int,
     ) -> Lease:
         self.newest_lease += 1
-        first = self.sample((group_id, indices[0]))
+        first = next(iter(samples.values()))
         most = self.config.wire.max_message_bytes // 2  # the item and the prompt have the rest
         # Without a partial rollout of a liar, or of a run with longer messages, the sample begins anew.
         partial = b"" if first is None or len(first.partial) > most else first.partial
-        lease = Lease(self.newest_lease, group_id, indices, prompt.tokens, prompt.item, min_version, seed, partial)
-        grant = Grant(lease.lease_id, worker.worker_id, _oldest_version(partial, min_version), bool(partial))
-        for duty in lease.duties:
-            sample = self.sample(duty.sample_id)
-            assert sample is not None, f"sample {duty.sample_id} has an outcome already"
+        lease = Lease(self.newest_lease, group_id, tuple(samples), prompt.tokens, prompt.item, version, seed, partial)
+        grant = Grant(lease.lease_id, worker.worker_id, _oldest_version(partial, version), bool(partial))
+        for index, sample in samples.items():  # a commit leases a whole step: little work for each
+            assert sample is not None, f"sample {(group_id, index)} has an outcome already"
             sample.lease(grant)
         worker.take(lease)
-        trace.record("intake", "granted", group=group_id, samples=list(indices), lease=lease.lease_id)
+        trace.record("intake", "granted", group=group_id, samples=list(samples), lease=lease.lease_id)
         return lease
 
     def _admit(self, policy_version: int, published: int) -> LedgerGroup | None:
         """Admit a group if the bound and the end of the run allow another, and there is a prompt."""
-        prompt = self.stream.take() if self._num_admissible(policy_version, published) else None
-        if prompt is None:
+        if not self._num_admissible(policy_version, published) or (prompt := self.stream.take()) is None:
             return None
         algorithm = self.config.algorithm
         return self.ledger.admit(

@@ -229,8 +229,7 @@ class Ledger:
 
     def take_drops(self) -> list[Drop]:
         """Return the samples dropped since the last call, at most the newest 256."""
-        drops = list(self._drops)
-        self._drops.clear()
+        drops, self._drops = [*self._drops], deque(maxlen=_MOST_DROPS)
         return drops
 
     def counts(self) -> LedgerCounts:

@@ -12,6 +12,7 @@ items of a source come by weights instead, and a pass is only a number of prompt
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -74,6 +75,9 @@ class PromptStream:
             _Passes(source, seed=seed, index=index, first=sum(len(s.items) for s in sources[:index]))
             for index, source in enumerate(sources)
         ]
+        weights = [Fraction(len(s.items) if s.weight is None else s.weight) for s in sources]
+        whole = math.lcm(*(weight.denominator for weight in weights))  # whole numbers are ten times as fast
+        self._shares = [int(weight * whole) for weight in weights]
         self.curriculum = curriculum
         self._described = [source.description for source in sources]
         self._tokenize = tokenize
@@ -89,8 +93,7 @@ class PromptStream:
         """
         if self._returned:
             return self.prompt(*self._returned.pop(0))
-        # Give up after every item of every source was tried, however small the share of the source: the rest of a
-        # pass, and nearly all of the next.
+        # Give up after every item was tried, however small the share of its source: this pass, and most of the next.
         last = [source.num_taken + 2 * len(source.items) for source in self._sources]
         while any(source.num_taken < end for source, end in zip(self._sources, last, strict=True)):
             if self._ended():
@@ -167,9 +170,9 @@ class PromptStream:
         return num is not None and all(source.num_taken >= num * len(source.items) for source in self._sources)
 
     def _next_source(self) -> _Passes:
-        total = sum(source.share for source in self._sources)
-        num = 1 + sum(source.num_taken for source in self._sources)
-        return max(self._sources, key=lambda source: source.share * num - source.num_taken * total)
+        total, num = sum(self._shares), 1 + sum(source.num_taken for source in self._sources)
+        ahead = [s.num_taken * total - share * num for s, share in zip(self._sources, self._shares, strict=True)]
+        return self._sources[ahead.index(min(ahead))]
 
     def _tokenized(self, epoch: int, item_index: int) -> Prompt | None:
         source = next(s for s in reversed(self._sources) if s.first <= item_index)
@@ -184,7 +187,6 @@ class _Passes:
     def __init__(self, source: Source, *, seed: int, index: int, first: int) -> None:
         self.items = source.items
         self.first = first  # number of the first item among those of all sources
-        self.share = Fraction(len(source.items) if source.weight is None else source.weight)
         self.num_taken = 0
         self._seed = [seed, index] if index else [seed]
         self._order: tuple[int, np.ndarray[Any, np.dtype[np.int64]]] | None = None

@@ -5,8 +5,8 @@ connects the ranks of several processes. `own_weights` asks the user's function 
 hot path: `__main__` is the process. `building` makes a rank and its `adapters`. `checkpoint`, `reporting`, `recording`
 and `batches` write files; `state` is the part of a checkpoint without tensors, `checkpoint_folder` has the names of
 checkpoints, `stretches` the configs of a run; `resuming` goes on from a checkpoint with changed options. `memory` is an
-estimate, `costs` counts arithmetic. `lock` keeps a second learner out of a run folder. `warm_start` makes the tiny
-model in a process before the run, by `demonstrations`.
+estimate, `costs` counts arithmetic. `collector` keeps Python's collector from stopping the loop. `lock` keeps a second
+learner out of a run folder. `warm_start` makes the tiny model in a process before the run, by `demonstrations`.
 
 The package imports a public name on first use: `warm_start` must not wait for torch.
 """

@@ -7,7 +7,6 @@ the last checkpoint, 1 anything else.
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import os
 import signal
@@ -39,6 +38,7 @@ from areal_rloo.learner.batches import folder_of as batches_of
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.checkpoint import Checkpoints, read_state
 from areal_rloo.learner.checkpoint_folder import folder_of
+from areal_rloo.learner.collector import collect_rarely
 from areal_rloo.learner.lock import DEAD_HOST_S, Patience, lock_run_folder
 from areal_rloo.learner.loop import Learner
 from areal_rloo.learner.parallel.ranks import RankLostError, Ranks
@@ -248,8 +248,7 @@ def _lead(learner: Learner, arguments: Arguments) -> None:
     A learner that cannot be built notes nothing: the files still describe the steps so far.
     Stop the workers only at the end of the run: after a failure the learner may restart, and they go on meanwhile.
     """
-    gc.collect()
-    gc.freeze()  # else a collection looks at all that is loaded, for 0.1 s, in which the intake's loop stands still
+    collect_rarely()
     learner.reporter.start_clock()
     config, version, team = learner.config, learner.policy_version, learner.train_step.team
     begin_stretch(arguments.run_folder, config, version)

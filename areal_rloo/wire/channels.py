@@ -39,6 +39,7 @@ _UNREAD, _UNSENT = 64, 10_000  # messages of a peer in the learner's memory
 _MOST_FRAMES = 6  # of a message: peer, header and four columns
 _ROUND_FRAMES, _ROUND_S = 2048, 0.005  # read, or of this thread's time, before other tasks have their turn
 _ROUND_EVENTS = 256
+_GATHER_S = 0.002  # from round to round: a round with what follows costs as much as several messages
 _FLOOD_PAUSE_S = 0.01
 _HANDSHAKE_MS = 5000  # then libzmq ends the connection
 _BACKLOG = 4096  # all workers and a crowd at once: the kernel drops what does not fit, and the peer waits for seconds
@@ -84,6 +85,7 @@ class LearnerChannel:
         self._lost: deque[str] = deque()  # peers whose connection has ended
         self._offences, self._allowances, self.laps = Offences(), Allowances(), Laps()
         self._frames: list[zmq.Frame] = []  # of an unfinished message
+        self._next_round_s = 0.0  # monotonic time
         # The argument is the set of events; the kernel closes the connections of a killed process at once.
         self._monitor: zmq.asyncio.Socket = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPTED)
 
@@ -110,10 +112,11 @@ class LearnerChannel:
 
     async def receive(self) -> tuple[str, WorkerMessage]:
         """Return the next message and the sender. Unreadable messages are counted, logged and answered."""
-        if not self._inbox:
-            await asyncio.sleep(0)  # reading a queued message does not suspend; let other tasks run
+        if not self._inbox:  # reading a queued message does not suspend: let other tasks run, and messages gather
+            await asyncio.sleep(max(0.0, self._next_round_s - time.monotonic()))
         while not self._inbox:
             await self._socket.poll()
+            self._next_round_s = time.monotonic() + _GATHER_S
             if self._read_round():
                 await asyncio.sleep(_FLOOD_PAUSE_S)
                 self.laps.begin()
