@@ -129,26 +129,24 @@ def test_a_dry_run_of_a_resume_says_what_changes_and_writes_nothing(finished: Ru
     assert listing(finished.folder) == before
 
 
-def test_a_resume_whose_learner_never_begins_keeps_summary_and_report(
-    start: Callable[..., Run], tmp_path: Path
-) -> None:
-    run = start("learner.num_train_steps=1", "data.eval=null")
-    assert run.wait()[0] == 0
-    before = _told(run.folder)
+def test_a_resume_whose_learner_never_begins_keeps_summary_and_report(finished: Run, tmp_path: Path) -> None:
+    folder = shutil.copytree(finished.folder, tmp_path / "run")
+    before = _told(folder)
     (tmp_path / "mine.py").write_text(
         "import sys\nfrom areal_rloo.telemetry import scrapes\n"
         "def refuse(*arguments):\n    raise OSError('no such address')\n"
         "if 'areal_rloo.learner' in sys.orig_argv:\n    scrapes._Server.__init__ = refuse\n"
     )
     resumed = ("learner.num_train_steps=2", "data.eval=null", "learner.optimizer.learning_rate=1e-3", "--resume")
-    code, output = Run(run.folder, *resumed, entry=tmp_path / "mine.py").wait()
+    code, output = Run(folder, *resumed, entry=tmp_path / "mine.py").wait()
     assert (code, "no such address" in output) == (1, True), output
-    assert _told(run.folder) == before
+    assert _told(folder) == before
+    run = Run(folder, *resumed)
     assert run.summary()["exit_reason"] == "completed"
-    code, output = Run(run.folder, *resumed).wait()
+    code, output = run.wait()
     assert code == 0, output
     assert run.summary()["num_train_steps"] == 2
-    assert [stretch.version for stretch in read_stretches(run.folder)] == [0, 1]
+    assert [stretch.version for stretch in read_stretches(folder)] == [0, 1]
 
 
 def _told(folder: Path) -> dict[str, bytes]:
@@ -166,17 +164,16 @@ def test_damaged_checkpoints_are_not_offered_for_a_resume(finished: Run, tmp_pat
     assert f"logs: {folder / 'logs'}\n" in output, "the error has the remedy"
 
 
-def test_a_resume_without_a_checkpoint_begins_again_with_any_options(start: Callable[..., Run]) -> None:
-    short = ("learner.num_train_steps=1", "data.eval=null")
-    run = start(*short)
-    assert run.wait()[0] == 0
-    shutil.rmtree(run.folder / "checkpoints")
-    code, output = start(*short, "run.seed=4", "model.tiny.hidden_size=60", "--resume").wait()
+def test_a_resume_without_a_checkpoint_begins_again_with_any_options(finished: Run, tmp_path: Path) -> None:
+    folder = shutil.copytree(finished.folder, tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints")
+    changed = ("learner.num_train_steps=1", "data.eval=null", "run.seed=4", "model.tiny.hidden_size=60")
+    code, output = Run(folder, *changed, "--resume").wait()
     assert code == 0, output
     assert "resume: " not in output
-    (stretch,) = read_stretches(run.folder)
+    (stretch,) = read_stretches(folder)
     assert "hidden_size: 60" in stretch.config
-    made = run.folder / "checkpoints" / "step-000001" / "model" / "config.json"
+    made = folder / "checkpoints" / "step-000001" / "model" / "config.json"
     assert json.loads(made.read_text())["hidden_size"] == 60
 
 

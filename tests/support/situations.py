@@ -1,10 +1,16 @@
 """Findings of a check in a given situation."""
 
+import contextlib
+import io
 import os
+from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 from areal_rloo.config import Config, load_config
 from areal_rloo.launcher.doctor import Check, Finding, Situation
+from areal_rloo.models import equality
 
 REPO = Path(__file__).resolve().parents[2]
 BARE = {"PATH": os.environ["PATH"]}
@@ -27,6 +33,19 @@ def only(check: Check, state: str, *overrides: str, folder: Path | None = None, 
     (finding,) = [finding for finding in every if finding.state == state]
     assert (finding.error is not None) == (state == "wrong")
     return finding
+
+
+def check_copies_here(patch: pytest.MonkeyPatch) -> None:
+    """Check small copies of models in this process; a process of its own imports torch for 5 s."""
+
+    def last_line(command: Sequence[str], *, timeout_s: float) -> tuple[bool, str]:
+        assert command[1:3] == ["-m", equality.__name__] and timeout_s > 0
+        error = io.StringIO()
+        with contextlib.redirect_stderr(error):
+            code = equality.main(command[3:])
+        return code == 0, error.getvalue().strip().rpartition("\n")[2]
+
+    patch.setattr("areal_rloo.launcher.doctor.inputs.last_line", last_line)
 
 
 def downloaded(model: Path, home: Path) -> Path:

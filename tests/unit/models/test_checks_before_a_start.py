@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.families import save_family
 from support.requests_to_serve import mixed_requests, serving
-from support.situations import config
+from support.situations import check_copies_here, config
 
 from areal_rloo.config import TinyModelConfig
 from areal_rloo.engines.embedded.engine import EmbeddedEngine
@@ -92,7 +92,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_start_refuses_files_that_a_process_could_not_use(name: str, folder: Path) -> None:
+def test_a_start_refuses_files_that_a_process_could_not_use(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_copies_here(monkeypatch)
     change, words = REFUSED[name]
     change(folder)
     with pytest.raises(ModelError, match=f"^model.path: .*{words}"):

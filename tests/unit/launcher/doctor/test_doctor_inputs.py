@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 from support.families import save_family
-from support.situations import config, downloaded, found, only
+from support.situations import check_copies_here, config, downloaded, found, only
 
 from areal_rloo.errors import ModelError
 from areal_rloo.launcher import start
@@ -50,8 +50,9 @@ def test_a_family_must_be_trained_and_served(model: Path) -> None:
 
 @pytest.mark.parametrize(("family", "passes"), [("persimmon", True), ("stablelm", False)])
 def test_an_unlisted_family_is_compared_before_the_start(
-    family: str, passes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: str, passes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check_copies_here(monkeypatch)
     save_family(family, tmp_path)
     make_tiny_tokenizer().save_pretrained(tmp_path)
     named = (f"model.path={tmp_path}", "rollout.engine=sglang", "rollout.sglang.urls=[http://127.0.0.1:9]")
