@@ -21,7 +21,7 @@ _areal_rloo() {
 complete -o default -F _areal_rloo areal-rloo
 """
 _SCRIPTS = {"bash": _BASH, "zsh": f"autoload -U +X compinit bashcompinit && compinit && bashcompinit\n{_BASH}"}
-_TAKE_OPTIONS = ("quickstart", "run", "resume", "doctor", "advise")
+_TAKE_OPTIONS = ("quickstart", "run", "resume", "sweep", "doctor", "advise", "evaluate", "generate", "sft", "offline")
 
 
 def main(arguments: Sequence[str]) -> int:
