@@ -31,7 +31,7 @@ from areal_rloo.telemetry.records import EvalRecord
 from areal_rloo.telemetry.trajectories import FILE_NAME, TrajectoryFile
 from areal_rloo.waiting import run_beside_user_code
 
-_INTERVAL = 1.96  # standard errors to either side: 95 % of a normal distribution
+_ERRORS = 1.96  # standard errors to either side: 95 % of a normal distribution
 _DESCRIPTION = """\
 Measure a model on the evaluation sets of a config (data.eval), and keep every sample.
 
@@ -111,6 +111,21 @@ def _writing(folder: Path) -> Iterator[None]:
         raise PreflightError(f"{folder} cannot be written: {error.strerror}; free some disk") from error
 
 
+def interval_of(record: EvalRecord) -> tuple[float, float]:
+    """Return the interval of 95 % of the accuracy.
+
+    That of Wilson (1927) for a share: it stays between 0 and 1, and has a width if all prompts agree. The number of
+    prompts is the one that gives a share the measured standard error, so several samples of a prompt count for little.
+    """
+    mean, error = record.accuracy, record.accuracy_error
+    if not 0 <= mean <= 1:  # a reward
+        return mean - _ERRORS * error, mean + _ERRORS * error
+    num = mean * (1 - mean) / error**2 if error > 0 and 0 < mean < 1 else record.num_prompts
+    square = _ERRORS**2 / num
+    centre, half = mean + square / 2, math.sqrt(square * (mean * (1 - mean) + square / 4))
+    return max(0.0, (centre - half) / (1 + square)), min(1.0, (centre + half) / (1 + square))
+
+
 def words(record: EvalRecord) -> str:
     """Say an evaluation in a line: the accuracy with the interval of 95 %, and the shares over several samples."""
     more = [f"{record.num_prompts:,} prompts"]
@@ -123,6 +138,6 @@ def words(record: EvalRecord) -> str:
         more.append(f"{record.num_failed} samples failed")
     interval = ""
     if not math.isnan(record.accuracy_error):
-        error = _INTERVAL * record.accuracy_error
-        interval = f" ({record.accuracy - error:.3f} to {record.accuracy + error:.3f})"
+        least, most = interval_of(record)
+        interval = f" ({least:.3f} to {most:.3f})"
     return f"{record.name}: accuracy {record.accuracy:.3f}{interval}; {', '.join(more)}"
