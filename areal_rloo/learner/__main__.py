@@ -82,7 +82,7 @@ logger = get_logger(__name__)
 
 _LAUNCHER_FIRST_S = 5.0  # the launcher ends a slow learner first, and says why
 _LONG_STEP_S = 3600.0  # a first step may compile; after half an hour, the log has the stacks
-_SCRAPE_S = 5.0  # a hung event loop must not hide the watchdog's metric
+_SCRAPE_S = 1.0  # a hung event loop must not hide the watchdog's metric: a scrape waits three times, 5 s at most
 _DRAIN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # Slurm passes USR1 on to a step
 
 

@@ -4,11 +4,13 @@ import math
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from support.metric_names import all_metrics, metric_names
 from support.monitoring import GRAFANA, MONITORING, dashboards, expressions, panels, rules
 
+from areal_rloo.learner import __main__ as learner
 from areal_rloo.report.dashboards import dashboard, read_panels
 from areal_rloo.telemetry.metric import PREFIX
 
@@ -127,3 +129,11 @@ def test_prometheus_accepts_the_rules_and_the_scrape_config() -> None:
     config = MONITORING / "prometheus" / "prometheus.yml"
     ended = subprocess.run([promtool, "check", "config", config], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_a_scrape_of_a_learner_with_a_hung_loop_ends_within_the_time_limit_of_prometheus() -> None:
+    """Prometheus gives a scrape its interval at most, and drops all numbers of a later one: `Hang` would never fire."""
+    config = (MONITORING / "prometheus" / "prometheus.yml").read_text()
+    (interval,) = re.findall(r"scrape_interval: (\d+)s", config)
+    source = Path(learner.__file__).read_text()
+    assert source.count("timeout_s=_SCRAPE_S") * learner._SCRAPE_S < int(interval)
