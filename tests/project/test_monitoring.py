@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 from support.metric_names import all_metrics, metric_names
 from support.monitoring import GRAFANA, MONITORING, dashboards, expressions, panels, rules
 
@@ -131,9 +132,16 @@ def test_prometheus_accepts_the_rules_and_the_scrape_config() -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def test_a_scrape_of_a_learner_with_a_hung_loop_ends_within_the_time_limit_of_prometheus() -> None:
+def test_a_scrape_of_a_learner_with_a_hung_loop_ends_in_time() -> None:
     """Prometheus gives a scrape its interval at most, and drops all numbers of a later one: `Hang` would never fire."""
     config = (MONITORING / "prometheus" / "prometheus.yml").read_text()
     (interval,) = re.findall(r"scrape_interval: (\d+)s", config)
     source = Path(learner.__file__).read_text()
     assert source.count("timeout_s=_SCRAPE_S") * learner._SCRAPE_S < int(interval)
+
+
+def test_the_job_of_the_operator_is_the_job_of_the_alarms() -> None:
+    """Else `up{job="areal_rloo"}` has no series, and `TargetDown` and others never fire."""
+    asked = {job for rule in rules() for job in re.findall(r'job="(\w+)"', rule["expr"])}
+    spec = yaml.safe_load((MONITORING.parent / "ray" / "monitor.yaml").read_text())["spec"]
+    assert {spec.get("jobName")} == asked
