@@ -8,6 +8,7 @@ as after a crash.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 import time
@@ -28,6 +29,7 @@ from areal_rloo.launcher.supervisor import Supervisor
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.progress import Progress
 from areal_rloo.telemetry.targets import Targets
+from areal_rloo.telemetry.wanted import note_wanted
 
 logger = get_logger(__name__)
 
@@ -168,6 +170,7 @@ class Fleet:
         self._seen: bytes | None = None
         self._start_at_s = 0.0
         (folder / _WISH).unlink(missing_ok=True)  # of an earlier start
+        self._note_wanted()
 
     @property
     def names(self) -> list[str]:
@@ -250,12 +253,17 @@ class Fleet:
         if num_workers != len(self._specs):
             self._progress.say(f"rollout workers: {len(self._specs)} before, {num_workers} from now on")
         self._specs = {spec.name: spec for spec in self._plan(self._placement).workers}
+        self._note_wanted()
         ends_s = time.monotonic() + self._config.launcher.drain_timeout_s
         for name in [name for name in self._started if name not in self._specs]:
             self._supervisor.signal(name, signal.SIGTERM)
             self._started.remove(name)
             self._leaving_until_s[name] = ends_s
         self._first &= self._specs.keys()
+
+    def _note_wanted(self) -> None:
+        with contextlib.suppress(OSError):  # only an alarm needs it
+            note_wanted(self._folder, len(self._specs))
 
     def _end_leaving(self) -> None:
         for name, ends_s in list(self._leaving_until_s.items()):

@@ -66,6 +66,7 @@ from areal_rloo.telemetry.stacks import show_on_signal
 from areal_rloo.telemetry.summary import SUMMARY_NAME, forget_earlier_summary
 from areal_rloo.telemetry.trace import traced
 from areal_rloo.telemetry.trajectories import FILE_NAME
+from areal_rloo.telemetry.wanted import LauncherStatistics, read_wanted
 from areal_rloo.telemetry.watchdog import Watchdog, WatchdogStatistics
 from areal_rloo.waiting import exit_despite_calls
 from areal_rloo.weights.broadcast import Broadcaster, BroadcastStatistics, SendTransport
@@ -239,6 +240,7 @@ def _serve_metrics(
     watch(registry, FleetStatistics, lambda: service.call(service.fleet.statistics, timeout_s=_SCRAPE_S))
     watch(registry, BroadcastStatistics, lambda: service.call(broadcaster.statistics, timeout_s=_SCRAPE_S))
     watch(registry, WatchdogStatistics, watchdog.statistics)
+    watch(registry, LauncherStatistics, lambda: read_wanted(arguments.run_folder, config.rollout.num_workers))
     serve_process(registry, config, arguments.run_folder, process="learner", port=arguments.metrics_port)
 
 

@@ -50,13 +50,16 @@ _MOST_PARTS = 200  # labels of reward parts: workers send them
 
 
 class PaceStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """When the last train step ended, and how long one takes: for the alarm about a run that stands still."""
+    """When the last train step ended, and how long one takes: for the alarm about a run that stands still.
+
+    The second longest step counts, so a single standstill does not hide the next.
+    """
 
     metrics_prefix: ClassVar[str] = ""
 
     last_train_step_timestamp_s: Annotated[float, Metric("Time of the last train step, or of the start", "s")]
     train_steps_left: Annotated[int, Metric("Train steps until the end of the run")]
-    long_train_step_s: Annotated[float, Metric("Longest of the last 10 train steps and the waits before them", "s")]
+    long_train_step_s: Annotated[float, Metric("Second longest of the last 10 train steps, with the waits", "s")]
 
 
 def records_so_far(path: Path) -> list[Record]:
@@ -171,7 +174,7 @@ class Reporter:
         return PaceStatistics(
             last_train_step_timestamp_s=self._stepped.timestamp(),
             train_steps_left=max(0, self._steps_left),
-            long_train_step_s=max(self._steps_s.copy()),
+            long_train_step_s=sorted(self._steps_s.copy())[-2:][0],
         )
 
     def update_totals(self, statistics: IntakeStatistics) -> None:

@@ -20,6 +20,7 @@ from areal_rloo.telemetry.health import HealthStatistics
 from areal_rloo.telemetry.metric import PREFIX, Measured, declared_metrics, healthy_range
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
 from areal_rloo.telemetry.scrapes import FolderStatistics, ScrapeStatistics
+from areal_rloo.telemetry.wanted import LauncherStatistics
 from areal_rloo.telemetry.watchdog import WatchdogStatistics
 from areal_rloo.turns import TurnStatistics
 from areal_rloo.weights.broadcast import BroadcastStatistics
@@ -31,6 +32,7 @@ SERVED: tuple[tuple[str, type[Measured]], ...] = (
     ("Each evaluation (learner, metrics.jsonl)", EvalRecord),
     ("Health (learner)", HealthStatistics),
     ("Pace (learner)", PaceStatistics),
+    ("Workers to keep (learner)", LauncherStatistics),
     ("Refused answers (learner)", LieStatistics),
     ("Refused workers (learner)", FleetStatistics),
     ("Turns on shared devices (learner)", TurnStatistics),

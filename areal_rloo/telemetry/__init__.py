@@ -7,6 +7,7 @@
 - `own_code` names the user's code in a run, and the files that changed on a resume.
 - `gpus` reads memory and use of the visible GPUs.
 - `targets` tells Prometheus where the processes of a run serve /metrics.
+- `wanted` tells how many rollout workers the launcher keeps running.
 - `trajectories` reads and writes trajectories.jsonl.
 - `record_file` appends lines to both files, and removes the lines after a checkpoint.
 - `summary` writes summary.json.

@@ -50,6 +50,7 @@ class Metric:
     healthy: tuple[float, float] | None = None  # lowest and highest healthy value; for a counter, of the growth
     # Some steps cannot measure this number; NaN leaves the last value at /metrics, or an alert on an average is silent.
     keeps: bool = False
+    fades: bool = False  # a label that the newest numbers lack has no value; else the last one
     chart: Chart | None = None
     curve: str = ""  # name of the curve; empty for the field's name
 

@@ -211,7 +211,7 @@ def _first_values(declared: Declared) -> Values:
 
 
 def _merged(metric: Metric, before: Values, newest: Values) -> Values:
-    merged = dict(before)
+    merged = {} if metric.fades else dict(before)
     for labels, value in newest.items():
         if metric.kind == "counter":
             merged[labels] = max(before.get(labels, value), value)

@@ -140,7 +140,7 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
         float, Metric("KL(behaviour, current) by k3, mean of tokens", "nats", healthy=(0, 0.5), keeps=True, chart=_KL)
     ]
     behaviour_kl_by_staleness: Annotated[
-        dict[int, float], Metric("KL(behaviour, current) by k3, by staleness", "nats", label="staleness")
+        dict[int, float], Metric("KL(behaviour, current) by k3, by staleness", "nats", label="staleness", fades=True)
     ]
     proximal_kl_k1: Annotated[float, Metric("KL(proximal, current) by k1, mean of tokens", "nats")]
     proximal_kl_k3: Annotated[float, Metric("KL(proximal, current) by k3, mean of tokens", "nats", chart=_KL)]

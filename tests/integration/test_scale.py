@@ -18,6 +18,7 @@ from areal_rloo.errors import PreflightError
 from areal_rloo.files import lock_file, write_atomically
 from areal_rloo.launcher.fleet import Answer
 from areal_rloo.launcher.scale import main as scale_main
+from areal_rloo.telemetry.wanted import read_wanted
 
 pytestmark = pytest.mark.slow
 
@@ -58,6 +59,7 @@ def test_a_running_run_gets_more_workers_then_fewer(start: Callable[..., Run]) -
     assert _scale(run.folder, "--workers=2").returncode == 0
     run.wait_for(lambda: run.records()[-1].num_workers == 2)
     assert _workers(run) == {"rollout-0", "rollout-1"}
+    assert read_wanted(run.folder, 0).num_workers == 2
     run.process.send_signal(signal.SIGTERM)
     code, output = run.wait()
     assert code == 0, output

@@ -24,11 +24,12 @@ P = "areal_rloo_"
 HEALTHY: dict[str, tuple[str, str]] = {
     'up{job="areal_rloo",': (_LEARNER, f"1x{_NUM}"),
     'up{job="areal_rloo", ': (_WORKER, f"1x{_NUM}"),
-    'up{job="areal_rloo",  ': ('run="a",process="rollout-1"', f"_x{_NUM}"),
     P + "last_train_step_timestamp_seconds{": (_LEARNER, f"0+15x{_NUM}"),
     P + "long_train_step_seconds{": (_LEARNER, f"16x{_NUM}"),
     P + "train_steps_left{": (_LEARNER, f"50x{_NUM}"),
     P + "fleet_num_workers{": (_LEARNER, f"1x{_NUM}"),
+    P + "launcher_num_workers{": (_LEARNER, f"1x{_NUM}"),
+    P + 'idle_share{half="learner",': (_LEARNER, f"0.1x{_NUM}"),
     P + "engine_idle_seconds_total{": (_WORKER, f"0+6x{_NUM}"),
     P + "mismatch_abs_mean{": (_LEARNER, f"0.001x{_NUM}"),
     P + "ledger_admitted_total{": (_LEARNER, f"0+100x{_NUM}"),
@@ -75,7 +76,7 @@ CAUSES: dict[str, dict[str, str]] = {
         P + "engine_idle_seconds_total{": f"0+6x79 0+15x{_NUM - 80}",
     },
     "TargetDown": {'up{job="areal_rloo", ': f"1x139 0x{_NUM - 140}"},
-    "WorkerMissing": {'up{job="areal_rloo",  ': f"1x{_NUM}"},
+    "WorkerMissing": {P + "launcher_num_workers{": f"2x{_NUM}"},
     "RestartLoop": {
         f'process_start_time_seconds{{job="areal_rloo",instance="h:{port}",': f"_x99 {port}x9 _x{_NUM - 110}"
         for port in (4, 5)
@@ -172,6 +173,30 @@ def test_no_alert_fires_in_a_run_with_slow_steps(tmp_path: Path) -> None:
         P + "long_train_step_seconds{": f"1330x{_NUM}",
     }
     assert _run([_fires(_series(slow), at_min, set(), f"at {at_min} min") for at_min in (21, 43, 59)], tmp_path) == ""
+
+
+def test_workers_of_a_synchronous_run_may_idle(tmp_path: Path) -> None:
+    """Both halves wait for each other, so fewer workers would only slow the run down."""
+    synchronous = {
+        P + "engine_idle_seconds_total{": f"0+10x{_NUM}",
+        P + 'idle_share{half="learner",': f"0.6x{_NUM}",
+    }
+    assert _run([_fires(_series(synchronous), 40, set(), "at 40 min")], tmp_path) == ""
+
+
+def test_a_symptom_that_comes_and_goes_is_one_alarm(tmp_path: Path) -> None:
+    flaps = {P + 'symptom{symptom="no_signal",': " ".join(["1x1 0x5"] * 60)}
+    tests = [_fires(_series(flaps), at_min, {"Unhealthy"}, f"at {at_min} min") for at_min in (9, 10, 11, 12)]
+    assert _run(tests, tmp_path) == ""
+
+
+def test_a_lost_worker_needs_a_person_less_than_a_lost_learner(tmp_path: Path) -> None:
+    for labels, severity in ((_WORKER, "warning"), (_LEARNER, "critical")):
+        down = {name: f"1x139 0x{_NUM - 140}" for name, (of, _) in HEALTHY.items() if name[:2] == "up" and of == labels}
+        look = _fires(_series(down), 40, {"TargetDown"}, severity)
+        found = f'ALERTS{{alertname="TargetDown",severity="{severity}"}}'
+        look["promql_expr_test"][0]["expr"] = f"max by (alertname) ({found})"
+        assert _run([look], tmp_path) == ""
 
 
 def test_memory_that_jumps_after_the_start_is_no_growth(tmp_path: Path) -> None:
