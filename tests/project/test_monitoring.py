@@ -140,6 +140,15 @@ def test_a_scrape_of_a_learner_with_a_hung_loop_ends_in_time() -> None:
     assert source.count("timeout_s=_SCRAPE_S") * learner._SCRAPE_S < int(interval)
 
 
+def test_the_alarms_that_hold_back_others_exist() -> None:
+    path = MONITORING / "prometheus" / "alertmanager.yml"
+    named = re.findall(r'alertname=~?"([\w|]+)"', path.read_text())
+    assert {name for names in named for name in names.split("|")} <= {rule["alert"] for rule in rules()}
+    if amtool := shutil.which("amtool"):
+        ended = subprocess.run([amtool, "check-config", path], capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+
+
 def test_the_job_of_the_operator_is_the_job_of_the_alarms() -> None:
     """Else `up{job="areal_rloo"}` has no series, and `TargetDown` and others never fire."""
     asked = {job for rule in rules() for job in re.findall(r'job="(\w+)"', rule["expr"])}
