@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from areal_rloo.errors import printable
-from areal_rloo.standard_streams import stop_printing
+from areal_rloo.standard_streams import patient, stop_printing
 from areal_rloo.telemetry.bound import WINDOW, bound_of
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
@@ -26,7 +26,13 @@ _MOST_FIXED = 1e12  # larger numbers are written with an exponent
 
 
 class RunConsole(Console):
-    """A console that lets the run go on when the reader of the pipe is gone; rich would end the process."""
+    """A console that lets the run go on when its reader is gone, or stands still: the launcher must watch the run.
+
+    Rich would end the process, or wait.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        super().__init__(file=patient(sys.stdout), quiet=quiet)
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
