@@ -7,7 +7,9 @@ the run nor another tracker notices. A tracker is imported only if `telemetry.tr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -31,6 +33,7 @@ _KILL_TIMEOUT_S = 10.0
 _LOOK_EVERY_S = 0.05
 _EVERY_S = 1.0
 _MOST_WORDS = 300
+_LAST_BYTES = 2**16  # of a log, in which the last words are
 _TABLE_EVERY, _MOST_ROWS, _MOST_CHARACTERS = 10, 8, 2000
 
 # Names of the same numbers in other systems, for their dashboards. {set} is an evaluation set.
@@ -122,7 +125,10 @@ class Trackers:
 
 
 def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
+    lines: list[str] = []
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+        lines = file.read().decode(errors="replace").split("\n")
     return next((line for line in reversed(lines) if line.strip()), "no words")[:_MOST_WORDS]
 
 

@@ -17,6 +17,7 @@ from support.patience import eventually
 from support.process_specs import make_spec
 
 from areal_rloo.errors import EXIT_WENT_BACK, TrainingError
+from areal_rloo.launcher.long_logs import MOST_BYTES
 from areal_rloo.launcher.plan import Plan, ProcessSpec
 from areal_rloo.launcher.processes import LocalProcess, LocalStarter
 from areal_rloo.launcher.ranks import LearnerRanks
@@ -316,3 +317,12 @@ def test_an_exit_code_names_its_signal_or_reason() -> None:
     assert [named(code) for code in (0, 1, 4, 137, 143, 300, None)] == [
         *("0", "1", "4 (the learner restarted from an older version)", "137 (SIGKILL)", "143 (SIGTERM)", "300", "None")
     ]
+
+
+def test_the_output_of_a_tracker_is_bounded_too(supervisor: Supervisor, tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "tracker-wandb.out"
+    log.parent.mkdir(exist_ok=True)
+    with log.open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    supervisor.shorten_logs()
+    assert log.stat().st_size < MOST_BYTES / 2

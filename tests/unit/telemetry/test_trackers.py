@@ -6,6 +6,7 @@ import math
 import os
 import re
 import sqlite3
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,21 @@ def test_a_tracker_that_fails_is_said_once(name: str, tmp_path: Path, monkeypatc
         f"telemetry.trackers: {name} has ended, and gets no more numbers: ConnectionError: the server is gone "
         f"({tmp_path / 'logs' / f'tracker-{name}.out'})"
     )
+
+
+def test_the_last_words_of_a_tracker_with_much_output_take_little_memory(tmp_path: Path) -> None:
+    log = tmp_path / "tracker-wandb.out"
+    with log.open("wb") as file:
+        file.truncate(2**27)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\nConnectionError: gone\n\n")
+    tracemalloc.start()
+    try:
+        assert trackers._last_line(log) == "ConnectionError: gone"
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
+    assert trackers._last_line(tmp_path / "absent") == "no words"
 
 
 def test_a_tracker_that_hangs_does_not_hold_the_end_of_the_run(
