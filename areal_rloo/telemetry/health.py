@@ -264,7 +264,7 @@ class Health:
             f"the gradient norm (median {median:.3g}) is above {limit:g} in each of {len(norms)} steps",
             "lower learner.optimizer.learning_rate, or look at the scale of the rewards",
         )
-        before = statistics.mean(step.completion_tokens_mean for step in steps[: self._recent])
+        before = _mean_of(step.completion_tokens_mean for step in steps[: self._recent])
         length, truncated = self._mean("completion_tokens_mean"), self._mean("truncated_share")
         yield _judged(
             "longer",
@@ -277,9 +277,9 @@ class Health:
     def _of_collapses(self) -> Iterator[_Judgement]:
         """Find an entropy near 0 without a gain in reward, and a fallen reward."""
         reward, entropy, best = self._reward(), self._mean("entropy"), self._bests[-1]
-        began = statistics.mean(_finite(step.entropy for step in self._first))
-        gain = reward.mean - statistics.mean(step.reward_mean for step in self._first)
-        spread = statistics.mean(step.reward_std for step in self._first)
+        began = _mean_of(_finite(step.entropy for step in self._first))
+        gain = reward.mean - _mean_of(step.reward_mean for step in self._first)
+        spread = _mean_of(step.reward_std for step in self._first)
         yield _judged(
             "entropy_collapse",
             entropy < _COLLAPSED * began and gain < _FALL * spread,
@@ -297,16 +297,17 @@ class Health:
     def _reward(self) -> _Reward:
         """Measure the reward of the last steps."""
         means = [step.reward_mean for step in list(self._steps)[-self._recent :]]
-        error = statistics.stdev(means) / math.sqrt(len(means))
-        version = self._steps[-1].policy_version
-        return _Reward(statistics.mean(means), self._mean("reward_std"), error, version)
+        mean, version = _mean_of(means), self._steps[-1].policy_version
+        squares = sum((each - mean) * (each - mean) for each in means)  # NaN for NaN; `statistics` would raise
+        error = math.sqrt(squares / (len(means) - 1) / len(means))
+        return _Reward(mean, self._mean("reward_std"), error, version)
 
     def _all_of(self, num_steps: int, holds: Callable[[TrainRecord], bool]) -> bool:
         return all(holds(step) for step in list(self._steps)[-num_steps:])
 
     def _mean(self, field: str) -> float:
         """Return the mean of the last steps, without those that could not measure the number; NaN if none could."""
-        return statistics.mean(_finite(attrgetter(field)(step) for step in list(self._steps)[-self._recent :]))
+        return _mean_of(_finite(attrgetter(field)(step) for step in list(self._steps)[-self._recent :]))
 
 
 def _has_equal_rewards(step: TrainRecord) -> bool:
@@ -340,6 +341,12 @@ def _judged(name: str, shows: bool, finding: str, remedy: str) -> _Judgement:
 def _between(versions: Sequence[int], one: Record, other: Record) -> bool:
     """Return True if a break lies between two records; at the version of a break, the old config still measured."""
     return any(one.policy_version <= version < other.policy_version for version in versions)
+
+
+def _mean_of(values: Iterable[float]) -> float:
+    """Return the mean. `statistics.mean` computes with fractions: a minute for the records of a long run."""
+    numbers = [*values]
+    return sum(numbers) / len(numbers)
 
 
 def _finite(values: Iterator[float]) -> list[float]:

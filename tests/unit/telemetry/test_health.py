@@ -292,6 +292,16 @@ def test_an_infinite_gradient_is_as_good_as_none(make_train_record: Make) -> Non
         assert _said(_health(), _steps(make_train_record, {"gradient_norm": norm}, first=1, last=60)) == []
 
 
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1e308])
+def test_a_reward_that_no_run_has_raises_nothing(wrong: float, make_train_record: Make) -> None:
+    """A damaged metrics.jsonl must not end a learner that resumes."""
+    health = _health()
+    for step in _steps(
+        make_train_record, {"reward_mean": wrong, "reward_std": wrong, "entropy": wrong}, first=1, last=30
+    ):
+        health.look(step)
+
+
 def test_a_learner_that_went_back_takes_its_steps_back(make_train_record: Make) -> None:
     health = _health()
     bad = {"truncated_share": 1.0}
