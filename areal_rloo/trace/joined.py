@@ -9,6 +9,7 @@ direction.
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.trace import FOLDER_NAME, SAMPLES, Beginning, Detail, Span
 
 logger = get_logger(__name__)
+
+_SAMPLE = re.compile(r"-?[0-9]+/[0-9]+/[0-9]+")
 
 
 class Lease(NamedTuple):
@@ -131,10 +134,25 @@ def _starts(path: Path, most_bytes: int) -> Iterator[_Start]:
                 if start is not None:
                     yield start
                 start = _Start(record, [])
-            elif start is not None:
+            elif start is not None and _is_whole(record):
                 start.spans.append(record)
     if start is not None:
         yield start
+
+
+def _is_whole(span: Span) -> bool:
+    """Return False for a span of a damaged file, without the details that readers take."""
+    details = span.details
+    if span.track == SAMPLES:
+        return isinstance(sample := details.get("sample"), str) and _SAMPLE.fullmatch(sample) is not None
+    if span.track != "intake":
+        return True
+    if span.name in {"granted", "arrived"}:
+        numbers = (details.get("group"), details.get("lease"))
+        return all(isinstance(number, int) for number in numbers) and isinstance(details.get("samples"), list)
+    if span.name == "taken":
+        return isinstance(details.get("groups"), list) and isinstance(details.get("step"), int)
+    return span.name != "begins" or "learner" in details
 
 
 def _offsets(starts: list[_Start]) -> dict[str, float]:

@@ -147,6 +147,26 @@ def test_a_run_without_traces_says_what_it_needs(tmp_path: Path) -> None:
         read_traces(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        _intake(12.0, "arrived", group=4, lease=7),
+        _intake(12.0, "arrived", group="4", samples=[0], lease=7),
+        _intake(12.0, "taken", step=3),
+        _intake(12.0, "taken", groups=[4]),
+        _intake(12.0, "begins"),
+        Span(SAMPLES, "generate", 12.0, 1.0, {}),
+        Span(SAMPLES, "episode", 12.0, 1.0, {"sample": "4/x", "lease": 7, "purpose": "train"}),
+    ],
+)
+def test_a_damaged_span_is_left_out(damaged: Span, tmp_path: Path) -> None:
+    _a_life(tmp_path)
+    told = life_of(read_traces(tmp_path), (4, 0))
+    _write(tmp_path, "rollout-0", Beginning("rollout-0", HERE, 1000.0, 0.0), damaged)
+    assert life_of(read_traces(tmp_path), (4, 0)) == told
+    write_perfetto(tmp_path)
+
+
 def test_long_files_share_what_short_ones_leave(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for process, num in (("learner", 10), ("rollout-0", 1000), ("rollout-1", 1000)):
         spans = [Span("engine", "decode", float(n), 0.5, {}) for n in range(num)]
