@@ -73,9 +73,10 @@ site: $(STAMP)  # the documents as web pages in build/site; a broken link is an 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[site]'
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs/site . build/site $(ARGS)
 
-monitoring:  # Prometheus for all runs of this clone, at http://127.0.0.1:9090
+PORT ?= 9090
+monitoring:  # Prometheus for all runs of this clone, at http://127.0.0.1:9090; or PORT=9091
 	prometheus --config.file=launcher/monitoring/prometheus/prometheus.yml --storage.tsdb.path=runs/prometheus \
-		--web.listen-address=127.0.0.1:9090 $(ARGS)
+		--web.listen-address=127.0.0.1:$(PORT) $(ARGS)
 
 clean:
 	rm -rf .venv .venv-sglang .venv-vllm build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

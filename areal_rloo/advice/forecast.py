@@ -68,6 +68,9 @@ def bottleneck(load: Load, setup: Setup, *, wait_share: float, idle_share: float
     rank = replace(setup, num_ranks=setup.num_ranks + 1)
     a_worker, a_rank = f"{_next(worker.num_workers)} worker", f"{_next(rank.num_ranks)} learner rank"
     name, waits = bound_by(learner_waits=wait_share, rollouts_wait=idle_share)
+    if name == "reward-bound":
+        remedy = "raise rollout.num_reward_workers, make rewards and tools faster, or async if they wait"
+        return f"{name}: {waits}, both for completions that wait for a reward or a tool; {remedy}"
     if name == "in lockstep":
         depth = min(setup.pipeline_depth, setup.max_staleness) + 1
         deeper = replace(setup, pipeline_depth=depth, max_staleness=max(depth, setup.max_staleness))

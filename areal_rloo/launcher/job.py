@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,8 +143,9 @@ class Job:
             return code
         if self.unfinished and code == 0:
             newest = self._newest_checkpoint()
+            resume = [sys.executable, "-m", "areal_rloo", "resume", str(self._folder)]
             progress.say(
-                f"stopped before the last step; `areal-rloo resume`, or --resume, goes on from {newest}"
+                f"stopped before the last step; go on from {newest}: {shlex.join(resume)}"
                 if newest is not None
                 else "stopped before the first train step: nothing was trained, and there is nothing to resume"
                 if self._config.checkpoint.at_end
@@ -154,6 +157,8 @@ class Job:
             for told in (result_in, pages_in):
                 for words in told(self._folder):
                     progress.say(words)
+            for symptom in self._health.present:  # said before, but perhaps long ago
+                progress.say(f"health at the end: {symptom}")
         except Exception as error:  # noqa: BLE001 - the run has ended well, with or without a report
             words = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             progress.say(f"no report: {words}")

@@ -70,6 +70,7 @@ class Learner:
             self.doing = None
         completed, unpublished = self.policy_version >= self.config.learner.num_train_steps, None
         if completed or not self.intake.draining:
+            self.reporter.has_trained()
             if not completed:
                 unpublished = self._commit(evaluate=True)
             if unpublished is None:
@@ -156,9 +157,8 @@ class Learner:
     def _commit(self, *, evaluate: bool) -> WeightsError | None:
         """Make the version current, and publish it if due. Return an error to raise after records and a checkpoint."""
         publish = evaluate or self.policy_version % self.config.weights.publish_every_n_steps == 0
-        gather = self.train_step.team.gather_weights
         try:
-            self.intake.commit(self.policy_version, gather, evaluate=evaluate, publish=publish)
+            self.intake.commit(self.policy_version, self.train_step.team.gather_weights, evaluate=evaluate, publish=publish)
         except WeightsError as error:
             return error
         return None

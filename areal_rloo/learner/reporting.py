@@ -160,6 +160,10 @@ class Reporter:
         self._steps_left = self.config.learner.num_train_steps - policy_version
         self._look(record)
 
+    def has_trained(self) -> None:
+        """Note that no step follows, perhaps because the data has ended."""
+        self._steps_left = 0
+
     def skipped(self, num_steps: int) -> None:
         """Count skipped optimizer steps."""
         self.totals.skipped_steps += num_steps

@@ -24,6 +24,7 @@ _SQUASHED, _MOST_RANGE = 50.0, 1e8  # times the median, and at most times the le
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 10, 12, 26
 _STRIP = 22  # height of a row of a strip
 _MOST_BARS, _MOST_LABELS = 16, 8
+_MOST_DIGITS = 1e5
 
 Point = tuple[float, float]
 
@@ -61,9 +62,14 @@ class _Frame:
         for y in self.y_ticks:
             down = self.down(y)
             parts.append(f"<line x1={_LEFT} x2={_WIDTH - _RIGHT} y1={down} y2={down} class=grid />")
-            parts.append(f"<text x={_LEFT - 6} y={down + 4} text-anchor=end>{number(y)}</text>")
+            parts.append(f"<text x={_LEFT - 6} y={down + 4} text-anchor=end>{_short(y)}</text>")
         bottom = f"y={_HEIGHT - 8} text-anchor=middle"
         return parts + [f"<text x={self.across(x)} {bottom}>{number(x)}</text>" for x in self.x_ticks]
+
+
+def _short(value: float) -> str:
+    """Format a number for the room beside an axis."""
+    return number(value) if abs(value) < _MOST_DIGITS else f"{value:.3g}".replace("e+0", "e").replace("e+", "e")
 
 
 def line_chart(title: str, curves: Sequence[Curve], *, hint: str = "", dots: bool = False, share: bool = False) -> str:

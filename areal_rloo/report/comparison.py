@@ -145,8 +145,8 @@ def _table(settings: Sequence[Setting]) -> list[str]:
         columns.append((f"last {label}", lambda run, name=name: _accuracy(run, name, -1)))  # type: ignore[misc]
     columns += [
         (f"reward, last {_LAST_STEPS} steps", lambda run: _last(run, "reward_mean")),
-        ("trained tokens/s", lambda run: _last(run, "trained_tokens_per_s")),
-        ("staleness", lambda run: _last(run, "staleness_mean")),
+        (f"trained tokens/s, last {_LAST_STEPS} steps", lambda run: _last(run, "trained_tokens_per_s")),
+        (f"staleness, last {_LAST_STEPS} steps", lambda run: _last(run, "staleness_mean")),
         ("training time, s", lambda run: run.train[-1].wall_s if run.train else None),
     ]
     heads = "".join(

@@ -171,12 +171,13 @@ def _facts(train: Sequence[TrainRecord], evaluations: Sequence[EvalRecord], summ
             facts.append((samples, f"{records[0].pass_share:.3f} → {records[-1].pass_share:.3f}"))
     if train:
         last = train[-1]
+        since_s = last.wall_s - train[0].wall_s or last.wall_s
         facts += [
             ("reward", f"{train[0].reward_mean:.3f} → {last.reward_mean:.3f}"),
             ("train steps", f"{last.num_train_steps:,}"),
             ("training time", _duration(last.wall_s)),
             ("learner idle", f"{100 * last.learner_idle_s / last.wall_s:.1f} %"),
-            ("rollout idle, after the first step", f"{100 * last.rollout_idle_s / last.wall_s:.1f} %"),
+            ("rollout idle, after the first step", f"{100 * last.rollout_idle_s / since_s:.1f} %"),
             ("tokens generated", f"{last.generated_tokens:,}"),
         ]
     if summary is not None:

@@ -11,10 +11,14 @@ WINDOW = 20  # steps that a sentence about a run is about
 _LEAST_RECORDS = 3  # a single step says little
 _SMALL = 0.05  # share of the time
 _ALIKE = 1 / 3  # ratio of the shares
+_AT_ONCE = 1.2  # sum of the shares: halves that wait for each other wait in turn, so for at most 1 together
 
 
 class Bound(NamedTuple):
-    """The bound (`rollout-bound`, `learner-bound`, `in lockstep`, `balanced`), and the waits that show it."""
+    """The bound, and the waits that show it: `rollout-bound`, `learner-bound`, `in lockstep`, `balanced`.
+
+    Also `reward-bound`: both halves wait at the same time, so for a third: rewards, tools, or agents.
+    """
 
     name: str
     waits: str
@@ -29,6 +33,8 @@ def bound_by(*, learner_waits: float, rollouts_wait: float) -> Bound:
     both = f"{learner}, {rollouts}"
     if max(learner_waits, rollouts_wait) < _SMALL:
         return Bound("balanced", both)
+    if learner_waits + rollouts_wait > _AT_ONCE:
+        return Bound("reward-bound", both)
     if min(learner_waits, rollouts_wait) >= _ALIKE * max(learner_waits, rollouts_wait):
         return Bound("in lockstep", both)
     return Bound("rollout-bound", learner) if learner_waits > rollouts_wait else Bound("learner-bound", rollouts)

@@ -330,7 +330,8 @@ def _fallen(evaluations: Sequence[EvalRecord]) -> Iterator[_Judgement]:
         all(falls),
         f"the accuracy on {best.name} fell from {best.accuracy:.3f} (version {best.policy_version}) to "
         f"{last.accuracy:.3f}",
-        f"go back to the checkpoint of version {best.policy_version}, or lower learner.optimizer.learning_rate",
+        f"start again with a lower learner.optimizer.learning_rate; or move the checkpoints after version "
+        f"{best.policy_version} away, if there is one before, and resume with a lower rate",
     )
 
 

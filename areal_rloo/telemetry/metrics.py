@@ -207,7 +207,7 @@ class _Served(Collector):
 def _first_values(declared: Declared) -> Values:
     if declared.metric.starts:
         return {(key,): 0.0 for key in declared.metric.starts}
-    return {} if declared.labels or declared.metric.keeps else {(): 0.0}
+    return {} if declared.labels or not declared.is_counter else {(): 0.0}  # a gauge of nothing yet is no 0
 
 
 def _merged(metric: Metric, before: Values, newest: Values) -> Values:

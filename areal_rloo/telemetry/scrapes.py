@@ -7,6 +7,7 @@ and in no log.
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import shutil
@@ -69,7 +70,7 @@ def serve_process(
     targets = Targets(config, run_folder)
     host = config.telemetry.metrics_host
     try:
-        port, _ = serve_metrics(registry, port, address=host, groups=targets.groups)
+        port, _ = _served(registry, port, host, targets)
     except OSError as error:
         if essential:
             raise
@@ -78,6 +79,17 @@ def serve_process(
     logger.info("metrics on http://%s:%d/metrics", host, port)
     targets.add(process, port)
     return targets
+
+
+def _served(registry: CollectorRegistry, port: int, host: str, targets: Targets) -> tuple[int, Callable[[], None]]:
+    """Serve at a free port if another program has taken the port: a run does not end for its metrics."""
+    try:
+        return serve_metrics(registry, port, address=host, groups=targets.groups)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE or not port:
+            raise
+        logger.warning("port %d (telemetry.metrics_port) is taken: metrics are at a free port", port)
+        return serve_metrics(registry, 0, address=host, groups=targets.groups)
 
 
 def serve_metrics(

@@ -17,6 +17,7 @@ from areal_rloo.telemetry.targets import Target
 
 _TIMEOUT_S = 2.0
 _MOST_AT_A_TIME = 32
+_MOST_BYTES = 2**22  # of an answer: another program may listen there now, and send without end
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the processes are on this network
 
 
@@ -67,7 +68,7 @@ def _ask(url: str) -> Answer:
     at_s = time.monotonic()
     try:
         with _OPENER.open(url, timeout=_TIMEOUT_S) as answer:
-            text = answer.read().decode()
+            text = answer.read(_MOST_BYTES).decode()
         families = list(text_string_to_metric_families(text))
     except (OSError, http.client.HTTPException, ValueError):  # it has ended, or another program listens there now
         return Answer(at_s, {})

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_rloo.config import Config
+from areal_rloo.inspect.shown import visible_line
 from areal_rloo.telemetry.bound import WINDOW, bound_of
 from areal_rloo.telemetry.health import Symptom
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
@@ -43,13 +44,15 @@ def _state(folder: Path, config: Config, train: Sequence[TrainRecord], evaluatio
     words = [f"{folder.resolve().name}: step {done}/{config.learner.num_train_steps}"]
     bound = bound_of(train[-WINDOW - 1 :])
     words += [] if bound is None else [f"{bound.name} ({bound.waits})"]
-    words += [f"{name} {one.accuracy:.3f} at version {one.policy_version}" for name, one in evaluations.items()]
+    words += [
+        f"{visible_line(name)} {one.accuracy:.3f} at version {one.policy_version}" for name, one in evaluations.items()
+    ]
     return "; ".join(words)
 
 
 def _ledger(record: TrainRecord) -> str:
     counts = record.ledger
-    dropped = ", ".join(f"{reason} {number:,}" for reason, number in counts.dropped.items()) or "none"
+    dropped = ", ".join(f"{visible_line(reason)} {number:,}" for reason, number in counts.dropped.items()) or "none"
     return (
         f"samples: {counts.trained:,} trained on, {counts.buffered:,} in the buffer, {counts.in_flight:,} in flight; "
         f"dropped: {dropped}"

@@ -62,6 +62,13 @@ def test_the_sentence_of_synchronous_steps_names_the_staleness() -> None:
     assert int(words.split()[-2]) > 50
 
 
+def test_the_sentence_of_slow_rewards_names_their_processes() -> None:
+    """Neither more workers nor a deeper pipeline would help."""
+    words = bottleneck(load(5e-5, 1e-4), SETUP, wait_share=0.9, idle_share=0.9)
+    assert words.startswith("reward-bound: the learner waits 90 %, the rollouts wait 90 %, both for completions ")
+    assert "raise rollout.num_reward_workers" in words
+
+
 def test_the_sentence_beyond_the_known_ordinals_still_reads() -> None:
     words = sentence(load(1e-3, 1e-5), replace(SETUP, num_workers=7))
     assert "; another worker, with more cores or another GPU, would raise" in words

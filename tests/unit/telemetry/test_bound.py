@@ -15,6 +15,7 @@ from areal_rloo.telemetry.records import TrainRecord
         (0.0, 0.4, "learner-bound: the rollouts wait 40 %"),
         (0.01, 0.04, "balanced: the learner waits 1 %, the rollouts wait 4 %"),
         (0.55, 0.41, "in lockstep: the learner waits 55 %, the rollouts wait 41 %"),
+        (0.9, 0.9, "reward-bound: the learner waits 90 %, the rollouts wait 90 %"),
     ],
 )
 def test_the_half_that_waits_less_is_the_bound(learner: float, rollouts: float, words: str) -> None:

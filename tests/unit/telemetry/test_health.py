@@ -143,7 +143,7 @@ def test_a_fallen_accuracy_needs_two_evaluations(
     lines = _said(health, records)
     assert [line.partition(": the")[0] for line in lines] == ["health: accuracy_fell"] * said
     if said:
-        assert f"go back to the checkpoint of version {10 * accuracies.index(max(accuracies))}" in lines[0]
+        assert f"move the checkpoints after version {10 * accuracies.index(max(accuracies))} away" in lines[0]
 
 
 def test_an_accuracy_of_another_set_is_compared_anew(eval_record: EvalRecord) -> None:
@@ -300,6 +300,7 @@ def test_a_reward_that_no_run_has_raises_nothing(wrong: float, make_train_record
         make_train_record, {"reward_mean": wrong, "reward_std": wrong, "entropy": wrong}, first=1, last=30
     ):
         health.look(step)
+    assert health.statistics().symptom
 
 
 def test_a_learner_that_went_back_takes_its_steps_back(make_train_record: Make) -> None:

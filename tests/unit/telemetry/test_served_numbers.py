@@ -1,5 +1,10 @@
 """Numbers at /metrics that alarms compare: the wanted workers, the length of a long step, labels of long ago."""
 
+import contextlib
+import json
+import socket
+import threading
+import urllib.request
 from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -10,10 +15,13 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from areal_rloo.config import load_config
 from areal_rloo.learner.reporting import Reporter
 from areal_rloo.telemetry.metrics import LearnerMetrics
 from areal_rloo.telemetry.records import TrainRecord
+from areal_rloo.telemetry.scrapes import serve_process
 from areal_rloo.telemetry.wanted import note_wanted, read_wanted
+from areal_rloo.top.fleet import _ask
 
 
 def test_the_wanted_number_of_workers_is_the_launchers(tmp_path: Path) -> None:
@@ -38,3 +46,40 @@ def test_a_staleness_that_the_newest_step_lacks_has_no_value(make_train_record: 
     name = "areal_rloo_behaviour_kl_by_staleness"
     assert registry.get_sample_value(name, {"staleness": "0"}) is None
     assert registry.get_sample_value(name, {"staleness": "1"}) == 0.3
+
+
+def test_a_run_that_has_trained_has_no_steps_left() -> None:
+    """Also if its data ended before: the last evaluation may take longer than any step."""
+    reporter: Any = SimpleNamespace(_stepped=datetime.now(UTC), _steps_left=988, _steps_s=deque([9.0]))
+    Reporter.has_trained(reporter)
+    assert Reporter.pace(reporter).train_steps_left == 0
+
+
+def test_a_process_whose_port_is_taken_serves_at_a_free_one(tmp_path: Path) -> None:
+    config = load_config("quickstart.yaml", [f"telemetry.targets_folder={tmp_path / 'targets'}"])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        serve_process(CollectorRegistry(), config, tmp_path, process="learner", port=port)
+    (file,) = (tmp_path / "targets").iterdir()
+    (entry,) = json.loads(file.read_text())
+    (address,) = entry["targets"]
+    with urllib.request.urlopen(f"http://{address}/metrics") as answer:
+        assert b"process_start_time_seconds" in answer.read()
+    assert address != f"127.0.0.1:{port}"
+
+
+def test_an_answer_without_end_is_no_answer() -> None:
+    """Another program may have the port of a process that has ended."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def send() -> None:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(b"HTTP/1.0 200 OK\\r\\n\\r\\n")
+                while True:
+                    connection.sendall(b"a" * 2**16)
+
+        thread = threading.Thread(target=send, name="endless answer")
+        thread.start()
+        assert _ask(f"http://127.0.0.1:{server.getsockname()[1]}/metrics").numbers == {}
+        thread.join()
