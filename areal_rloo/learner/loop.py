@@ -156,9 +156,9 @@ class Learner:
     @span("training", "gather weights")
     def _commit(self, *, evaluate: bool) -> WeightsError | None:
         """Make the version current, and publish it if due. Return an error to raise after records and a checkpoint."""
-        publish = evaluate or self.policy_version % self.config.weights.publish_every_n_steps == 0
+        is_due, team = self.policy_version % self.config.weights.publish_every_n_steps == 0, self.train_step.team
         try:
-            self.intake.commit(self.policy_version, self.train_step.team.gather_weights, evaluate=evaluate, publish=publish)
+            self.intake.commit(self.policy_version, team.gather_weights, evaluate=evaluate, publish=evaluate or is_due)
         except WeightsError as error:
             return error
         return None
