@@ -33,6 +33,7 @@ from areal_rloo.telemetry.targets import Group, Targets
 logger = get_logger(__name__)
 
 MOST_CONNECTIONS = 32
+_MOST_SCRAPES = 8  # at a time: each has a thread, also after Prometheus has given up
 _TIMEOUT_S = 10.0  # of a wait for the bytes of a request
 
 
@@ -104,11 +105,17 @@ def serve_metrics(
     """
     server = _Server6((address, port), Handler) if ":" in address else _Server((address, port), Handler)
     watch(registry, ScrapeStatistics, server.statistics)
-    metrics = make_wsgi_app(registry)
+    metrics, free = make_wsgi_app(registry), threading.Semaphore(_MOST_SCRAPES)
 
     def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         if environ["PATH_INFO"] != "/targets":
-            return cast("Iterable[bytes]", metrics(environ, start))
+            if not free.acquire(blocking=False):  # by scrapes that a disk or a driver holds up
+                start("503 Service Unavailable", [])
+                return []
+            try:
+                return cast("Iterable[bytes]", metrics(environ, start))
+            finally:
+                free.release()
         start("200 OK", [("Content-Type", "application/json")])
         return [msgspec.json.encode(groups())]
 

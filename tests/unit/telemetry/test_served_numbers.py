@@ -1,12 +1,15 @@
 """Numbers at /metrics that alarms compare: the wanted workers, the length of a long step, labels of long ago."""
 
 import contextlib
+import itertools
 import json
 import socket
 import threading
+import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +17,14 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from areal_rloo.config import load_config
 from areal_rloo.learner.reporting import Reporter
 from areal_rloo.telemetry.metrics import LearnerMetrics
 from areal_rloo.telemetry.records import TrainRecord
-from areal_rloo.telemetry.scrapes import serve_process
+from areal_rloo.telemetry.scrapes import serve_metrics, serve_process
 from areal_rloo.telemetry.wanted import note_wanted, read_wanted
 from areal_rloo.top.fleet import _ask
 
@@ -83,3 +88,38 @@ def test_an_answer_without_end_is_no_answer() -> None:
         thread.start()
         assert _ask(f"http://127.0.0.1:{server.getsockname()[1]}/metrics").numbers == {}
         thread.join()
+
+
+def test_scrapes_that_a_disk_holds_up_are_few_and_later_ones_are_refused() -> None:
+    goes_on = threading.Event()
+
+    class Hanging(Collector):
+        def collect(self) -> Iterator[GaugeMetricFamily]:
+            goes_on.wait(60)
+            yield GaugeMetricFamily("areal_rloo_disk", "A number of a disk that hangs", value=1.0)
+
+        def describe(self) -> list[GaugeMetricFamily]:
+            return []
+
+    registry = CollectorRegistry()
+    registry.register(Hanging())
+    port, stop = serve_metrics(registry, 0)
+    url = f"http://127.0.0.1:{port}/metrics"
+
+    def scrape() -> int:
+        try:
+            with urllib.request.urlopen(url) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            error.close()
+            return error.code
+
+    with ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(scrape) for _ in range(12)]
+        refused = [done.result() for done in itertools.islice(as_completed(asked), 4)]
+        goes_on.set()
+        codes = [each.result() for each in asked]
+    assert refused == [503] * 4
+    assert sorted(codes) == [200] * 8 + [503] * 4
+    assert scrape() == 200
+    stop()
