@@ -200,8 +200,8 @@ class Health:
                 "no_signal",
                 self._all_of(num, _has_equal_rewards),
                 f"all rewards of each group are equal (mean reward {last.reward_mean:.3g}), so the advantages are 0",
-                "look at trajectories with areal-rloo inspect; the reward may never be given, or the prompts "
-                "are too hard, or all solved",
+                "look at trajectories with areal-rloo inspect RUN_FOLDER; the reward may never be given, or the "
+                "prompts are too hard, or all solved",
             )
         if len(self._steps) >= self._recent:
             yield from self._of_means()
