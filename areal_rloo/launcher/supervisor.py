@@ -207,13 +207,14 @@ class Supervisor:
         self._starter.close()
 
     def shorten_logs(self) -> None:
-        """Keep the output of every process bounded, trackers included: the code of a user may print without end.
+        """Keep the output of every process bounded, also of trackers and servers: code of others may print without end.
 
         Raises:
             OSError: the disk refuses.
         """
-        for path in self._logs.glob("*.out"):
-            shorten(path, MOST_BYTES)
+        for path in self._logs.glob("*.*"):
+            if path.suffix in (".log", ".out"):  # `.log` of a server, which no other limit bounds
+                shorten(path, MOST_BYTES)
 
     def last_words(self, name: str) -> str:
         """Give the last line of a process's output, or an empty string.

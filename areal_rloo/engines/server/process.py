@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 from areal_rloo.config import ServerConfig
 from areal_rloo.engines.server.api import Arguments, ServerKind, ServerPlan
@@ -79,9 +80,10 @@ class ServerProcess:
         """Remove the file with the api key, which the server has read, and the key from the log of the start."""
         self._secrets.close()
         with contextlib.suppress(OSError), self.log.open("r+b") as file:
-            file.seek(self._log_start)
-            for found in re.finditer(self.api_key.encode(), file.read(_START_BYTES)):
-                file.seek(self._log_start + found.start())
+            start = self._start_in(file)
+            file.seek(start)
+            for found in re.finditer(self.api_key.encode(), file.read(_START_BYTES if start else -1)):
+                file.seek(start + found.start())
                 file.write(b"*" * len(self.api_key))  # the length stays: the server appends meanwhile
 
     def kill(self) -> None:
@@ -97,13 +99,18 @@ class ServerProcess:
     def last_words(self) -> str:
         """Return the last error in this run's log, or the last line if there is no error."""
         with self.log.open("rb") as file:
-            file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            start = self._start_in(file)
+            file.seek(max(start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
         entries = [entry for entry in _ENTRY.split(text) if not any(words in entry for words in self._harmless)]
         spoken = [line.strip() for entry in entries for line in entry.splitlines() if line.strip()]
         exceptions = [line for line in spoken if _EXCEPTION.search(line)]
         errors = [line for line in spoken if _ERROR.search(line)]
         return (exceptions or errors or spoken or ["nothing"])[-1][:500]
+
+    def _start_in(self, file: IO[bytes]) -> int:
+        """Return where the output of this server begins; 0 if the launcher has left out a part of the file since."""
+        return self._log_start if self._log_start <= file.seek(0, os.SEEK_END) else 0
 
     def _clear(self) -> None:
         self.forget_secrets()

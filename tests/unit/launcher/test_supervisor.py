@@ -319,8 +319,9 @@ def test_an_exit_code_names_its_signal_or_reason() -> None:
     ]
 
 
-def test_the_output_of_a_tracker_is_bounded_too(supervisor: Supervisor, tmp_path: Path) -> None:
-    log = tmp_path / "logs" / "tracker-wandb.out"
+@pytest.mark.parametrize("name", ["tracker-wandb.out", "rollout-0.sglang.log", "rollout-0.log"])
+def test_the_output_of_trackers_and_servers_is_bounded_too(name: str, supervisor: Supervisor, tmp_path: Path) -> None:
+    log = tmp_path / "logs" / name
     log.parent.mkdir(exist_ok=True)
     with log.open("wb") as file:
         file.truncate(MOST_BYTES + 1)

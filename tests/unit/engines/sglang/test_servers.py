@@ -21,6 +21,7 @@ from areal_rloo.engines.server.process import ServerProcess
 from areal_rloo.engines.sglang import SGLang
 from areal_rloo.engines.sglang.command import command_line, environment
 from areal_rloo.errors import ConfigError
+from areal_rloo.launcher.long_logs import shorten
 from areal_rloo.models.stored import stored_parameters
 
 _CONTEXT_TOKENS = Config().context_tokens
@@ -86,6 +87,22 @@ def test_the_key_of_a_ready_server_is_in_no_file_and_no_command(tmp_path: Path) 
     hidden = f"api-key: {'*' * len(server.api_key)}\n"
     assert log.read_text() == f"of an earlier run\n{hidden}options\n{hidden}ready\n"
     assert log.stat().st_mode & 0o777 == 0o600
+    server.kill()
+
+
+def test_a_log_that_was_shortened_meanwhile_keeps_no_key_either(tmp_path: Path) -> None:
+    """The launcher leaves out the middle of a long log, whoever writes it."""
+    log, python = tmp_path / "server.log", tmp_path / "python"
+    log.write_text("of an earlier run\n" * 10_000)
+    python.write_text('#!/bin/sh\ncat "$4"; echo ValueError: ready; exec sleep 100\n')
+    python.chmod(0o755)
+    server = ServerProcess(SGLang(), str(python), ServerConfig(), _plan(), log)
+    eventually(lambda: "ready" in log.read_text(), "the server logs nothing")
+    shorten(log, 10_000)
+    assert server.api_key in log.read_text()
+    server.forget_secrets()
+    assert server.api_key not in log.read_text()
+    assert server.last_words() == "ValueError: ready"
     server.kill()
 
 
