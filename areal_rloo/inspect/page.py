@@ -30,7 +30,7 @@ _LEAST_TOKENS = 200  # of a completion
 _MOST_END = 45  # characters at the end of a completion, shown in the closed line
 
 # The keys of the script, and names in the head that differ.
-_COLUMNS = ("step", "group", "source", "reward", "advantage", "staleness", "tokens", "finish_reason", "dropped", "")
+_COLUMNS = ("version", "group", "source", "reward", "advantage", "staleness", "tokens", "finish_reason", "dropped", "")
 _NAMES = {"group": "sample", "finish_reason": "finish", "": "how it ends"}
 _STYLE = """
 #tools { display: flex; flex-wrap: wrap; gap: .4rem 1.2rem; align-items: center; margin: .8rem 0 .4rem; }
@@ -115,7 +115,7 @@ def _row(record: TrajectoryRecord, most: int) -> str:
     source, finish_reason = visible_line(record.source), visible_line(record.finish_reason)
     dropped = None if record.dropped is None else visible_line(record.dropped)
     columns: dict[str, tuple[object, str]] = {  # the value for the script, and the text of the cell
-        "step": (record.policy_version, str(record.policy_version)),
+        "version": (record.policy_version, str(record.policy_version)),
         "group": (record.group_id, record.name),
         "source": (source, f"{source}[{record.item_index}]"),
         "reward": (record.reward, "" if record.reward is None else number(record.reward)),

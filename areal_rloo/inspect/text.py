@@ -54,7 +54,7 @@ def show(console: Console, record: TrajectoryRecord, view: View) -> None:
 def _facts(record: TrajectoryRecord) -> Iterator[Text]:
     """Yield the words of the first line; a word is never wrapped."""
     yield Text(f"── {record.name}", style="bold")
-    yield Text(f"step {record.policy_version}")
+    yield Text(f"version {record.policy_version}")
     if record.dropped is not None:
         yield Text(f"dropped: {visible_line(record.dropped)}", style="bold red")
     yield Text(visible_line(record.source)).append(f"[{record.item_index}]", style="dim")

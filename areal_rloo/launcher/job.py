@@ -154,14 +154,11 @@ class Job:
         if restored:  # the learner has not begun: there is nothing new to report
             return code
         try:
-            for told in (result_in, pages_in):
-                for words in told(self._folder):
-                    progress.say(words)
-            for symptom in self._health.present:  # said before, but perhaps long ago
-                progress.say(f"health at the end: {symptom}")
+            health = [f"health at the end: {symptom}" for symptom in self._health.present]
+            for words in (*result_in(self._folder), *health, *pages_in(self._folder)):
+                progress.say(words)
         except Exception as error:  # noqa: BLE001 - the run has ended well, with or without a report
-            words = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            progress.say(f"no report: {words}")
+            progress.say(f"no report: {'' if isinstance(error, UserError) else f'{type(error).__name__}: '}{error}")
         return code
 
     def _prepare(self) -> tuple[str, float] | int:

@@ -82,7 +82,7 @@ def best_and_worst(recorded: Recorded) -> str:
         return ""
     rows = [*_rows("highest", highest[:_SHOWN]), *_rows("lowest", lowest[:_SHOWN])]
     title = f"Highest and lowest rewards of the last {len(newest)} recorded trajectories"
-    head = "<tr class=soft><td><td>reward<td>step<td>sample<td class=text>prompt and completion"
+    head = "<tr class=soft><td><td>reward<td>version<td>sample<td class=text>prompt and completion"
     return f"<section><h2>{title}</h2><table class=ends>{head}{''.join(rows)}</table></section>" if rows else ""
 
 

@@ -46,6 +46,9 @@ SYMPTOMS = (
 )
 
 
+_COLLAPSES = ("entropy_collapse", "reward_fell", "accuracy_fell", "always_clipped")
+
+
 class Breaks(NamedTuple):
     """Versions at which a resume with another config began: numbers before and after cannot be compared."""
 
@@ -123,8 +126,10 @@ class Health:
 
     @property
     def present(self) -> Sequence[Symptom]:
-        """The symptoms that last."""
-        return [lasting.symptom for lasting in self._lasting.values()]
+        """The symptoms that last; a collapse first, because others follow from it."""
+        return sorted(
+            (one.symptom for one in self._lasting.values()), key=lambda symptom: symptom.name not in _COLLAPSES
+        )
 
     def statistics(self) -> HealthStatistics:
         present = {name for name, _ in self._lasting.copy()}  # a scrape comes on a thread of its own
