@@ -63,6 +63,8 @@ def test_a_running_run_gets_more_workers_then_fewer(start: Callable[..., Run]) -
     run.process.send_signal(signal.SIGTERM)
     code, output = run.wait()
     assert code == 0, output
+    assert f"; go on from step-{run.records()[-1].num_train_steps:06d}: " in output
+    assert f"-m areal_rloo resume {run.folder}\n" in output
     assert "rollout workers: 1 before, 3 from now on" in output
     assert "rollout workers: 3 before, 1 from now on" in output
     assert output.count("scale.json is ignored") == 1

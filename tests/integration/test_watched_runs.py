@@ -49,6 +49,7 @@ def test_a_run_that_does_not_learn_says_why(
     for place in (output, log, report):
         assert set(re.findall(r"health: (\w+): ", place)) == symptoms
     assert len(re.findall("health: ", output)) == len(symptoms), "each is said once"
+    assert set(re.findall(r"health at the end: (\w+): ", output)) == symptoms
 
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed here")
