@@ -64,7 +64,7 @@ def test_every_alert_on_the_height_of_a_metric_has_a_healthy_range() -> None:
 
 
 def test_a_number_that_is_missing_silences_no_alert_on_an_average() -> None:
-    always = {f"{PREFIX}masked_token_share", f"{PREFIX}zero_variance_group_share"}
+    always = {f"{PREFIX}{name}" for name in ("masked_token_share", "zero_variance_group_share", "idle_share")}
     keeping = {declared.name for declared in all_metrics() if declared.metric.keeps}
     for expression in (rule["expr"] for rule in rules()):
         assert set(re.findall(rf"avg_over_time\(({PREFIX}\w+)", expression)) <= always | keeping
