@@ -154,9 +154,9 @@ class Job:
         if restored:  # the learner has not begun: there is nothing new to report
             return code
         try:
-            health = [f"health at the end: {symptom}" for symptom in self._health.present]
-            for words in (*result_in(self._folder), *health, *pages_in(self._folder)):
-                progress.say(words)
+            for told in (result_in, lambda _: [f"health at the end: {one}" for one in self._health.present], pages_in):
+                for words in told(self._folder):
+                    progress.say(words)
         except Exception as error:  # noqa: BLE001 - the run has ended well, with or without a report
             progress.say(f"no report: {'' if isinstance(error, UserError) else f'{type(error).__name__}: '}{error}")
         return code

@@ -16,7 +16,6 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
 
 from areal_rloo.config import ServerConfig
 from areal_rloo.engines.server.api import Arguments, ServerKind, ServerPlan
@@ -32,7 +31,6 @@ logger = get_logger(__name__)
 _KILL_TIMEOUT_S, _KEEPER_S = 30.0, 6.0  # a keeper kills for 5 s at most
 _LOOK_EVERY_S = 0.02
 _TAIL_BYTES = 64 * 1024
-_START_BYTES = 16 * 2**20  # of a log: far more than a server writes before it is ready
 _ENTRY = re.compile(r"^(?=\[\d{4}-\d\d-\d\d |\(\w+ pid=)", re.MULTILINE)  # a log line and the traceback
 _EXCEPTION = re.compile(r"\b\w+(Error|Exception): ")
 _ERROR = re.compile(r"Error|ERROR|error:")
@@ -80,10 +78,8 @@ class ServerProcess:
         """Remove the file with the api key, which the server has read, and the key from the log of the start."""
         self._secrets.close()
         with contextlib.suppress(OSError), self.log.open("r+b") as file:
-            start = self._start_in(file)
-            file.seek(start)
-            for found in re.finditer(self.api_key.encode(), file.read(_START_BYTES if start else -1)):
-                file.seek(start + found.start())
+            for found in re.finditer(self.api_key.encode(), file.read()):  # the launcher bounds the file
+                file.seek(found.start())
                 file.write(b"*" * len(self.api_key))  # the length stays: the server appends meanwhile
 
     def kill(self) -> None:
@@ -99,18 +95,15 @@ class ServerProcess:
     def last_words(self) -> str:
         """Return the last error in this run's log, or the last line if there is no error."""
         with self.log.open("rb") as file:
-            start = self._start_in(file)
-            file.seek(max(start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            size = file.seek(0, os.SEEK_END)
+            start = self._log_start if self._log_start <= size else 0  # the launcher has left out a part since
+            file.seek(max(start, size - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
         entries = [entry for entry in _ENTRY.split(text) if not any(words in entry for words in self._harmless)]
         spoken = [line.strip() for entry in entries for line in entry.splitlines() if line.strip()]
         exceptions = [line for line in spoken if _EXCEPTION.search(line)]
         errors = [line for line in spoken if _ERROR.search(line)]
         return (exceptions or errors or spoken or ["nothing"])[-1][:500]
-
-    def _start_in(self, file: IO[bytes]) -> int:
-        """Return where the output of this server begins; 0 if the launcher has left out a part of the file since."""
-        return self._log_start if self._log_start <= file.seek(0, os.SEEK_END) else 0
 
     def _clear(self) -> None:
         self.forget_secrets()

@@ -80,7 +80,7 @@ def test_an_answer_without_end_is_no_answer() -> None:
         def send() -> None:
             connection, _ = server.accept()
             with connection, contextlib.suppress(OSError):
-                connection.sendall(b"HTTP/1.0 200 OK\\r\\n\\r\\n")
+                connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
                 while True:
                     connection.sendall(b"a" * 2**16)
 
