@@ -165,6 +165,10 @@ class Intake:
         self._published = policy_version if published else self._published
         return self.evaluate() if evaluate else self.grants()
 
+    def free(self) -> bool:
+        """Free a few of the samples that were trained on; return True if others are left."""
+        return self._buffer.free()
+
     def refuse_batch(self, reason: str) -> list[Outgoing]:
         """Drop the batch taken last, for this reason."""
         self._buffer.refused(reason)

@@ -220,12 +220,13 @@ class Ledger:
         group.in_training = True
         return group.group
 
-    def train_group(self, group_id: int) -> None:
-        """Count a group in training as trained."""
+    def train_group(self, group_id: int) -> LedgerGroup:
+        """Count a group in training as trained; returns the group."""
         group = self._remove(group_id)
         assert group.in_training, f"group {group_id} is not being trained on"
         self.totals.trained += len(group.samples)
         self._buffered -= len(group.samples)
+        return group
 
     def take_drops(self) -> list[Drop]:
         """Return the samples dropped since the last call, at most the newest 256."""
