@@ -20,7 +20,7 @@ from areal_rloo.intake.queues import GroupQueue
 from areal_rloo.telemetry import trace
 from areal_rloo.trajectory import Group
 
-_FREED_AT_ONCE = 32  # groups
+_FREED = 4  # samples for each that arrives
 
 
 class Buffer:
@@ -96,16 +96,16 @@ class Buffer:
 
     def trained(self) -> None:
         """Count the batch taken last as trained."""
-        while self._taken:
-            self._trained.append(self._ledger.train_group(self._taken.pop()))
+        self._trained = [self._ledger.train_group(group_id) for group_id in self._taken]
+        self._taken.clear()
 
-    def free(self) -> bool:
-        """Free a few groups that were trained on; return True if others are left.
+    def free(self, num_arrived: int) -> None:
+        """Free some of the groups that were trained on last, for samples that arrive.
 
-        To free all samples of a step of 64 workers takes 20 ms, in which the loop would read no message.
+        To free a step of 64 workers at once takes 20 ms, in which the loop would read no message.
         """
-        del self._trained[-_FREED_AT_ONCE:]
-        return bool(self._trained)
+        num_groups = -(-_FREED * num_arrived // self._algorithm.group_size)
+        del self._trained[max(0, len(self._trained) - num_groups) :]
 
     def refused(self, reason: str) -> None:
         """Drop the batch taken last."""

@@ -165,10 +165,6 @@ class Intake:
         self._published = policy_version if published else self._published
         return self.evaluate() if evaluate else self.grants()
 
-    def free(self) -> bool:
-        """Free a few of the samples that were trained on; return True if others are left."""
-        return self._buffer.free()
-
     def refuse_batch(self, reason: str) -> list[Outgoing]:
         """Drop the batch taken last, for this reason."""
         self._buffer.refused(reason)
@@ -232,6 +228,7 @@ class Intake:
             case wire.Results():
                 num_duties, num_train = (0, 0) if worker is None else (len(worker.duties), worker.num_train)
                 in_vain = self._answers.take_results(Sender(peer, name, worker), message, self._published)
+                self._buffer.free(len(message.finished))
                 aborts = [Outgoing(other.peer, wire.Abort(self.learner_id, (duty,))) for other, duty in in_vain]
                 replies = [Outgoing(peer, wire.Ack(message.number)), *aborts, *self._cut_off(peer)]
                 if worker is not None and self.fleet.at(peer) is worker:

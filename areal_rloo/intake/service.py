@@ -38,7 +38,6 @@ T = TypeVar("T")
 
 _WAIT_LOG_S = 30.0
 _DUTY_S = 8e-6  # of the loop for a duty in the first Hello of a process
-_FREES_EVERY_S = 0.002  # messages come first
 _TICKS_PER_HEARTBEAT = 4
 _LONGEST_TICK_S = 0.25  # a dead worker's samples go elsewhere two heartbeats and a second after the death
 
@@ -64,13 +63,12 @@ class IntakeService:
         self._intake, self._broadcaster, self._heartbeat_s = intake, broadcaster, heartbeat_s
         self._thread = LoopThread("intake")
         self._failure: BaseException | None = None
-        self._changed, self._committed = asyncio.Event(), asyncio.Event()
+        self._changed = asyncio.Event()
         self.channel = self._thread.call(bind)
         works = {
             "the messages of the workers": self._serve(),
             "lost connections": self._notice_lost_connections(),
             "the timer for silent workers": self._watch(),
-            "samples that were trained on": self._free(),
             "the broadcaster": broadcaster.run(self._send_call, self._send_notice),
         }
         for name, work in works.items():
@@ -107,7 +105,6 @@ class IntakeService:
         def commit() -> list[Outgoing]:
             if buckets is not None:
                 self._broadcaster.publish(policy_version, buckets)
-            self._committed.set()
             return self._intake.commit(policy_version, evaluate=evaluate, published=publish)
 
         self._act(commit)
@@ -229,13 +226,6 @@ class IntakeService:
         while True:
             await asyncio.sleep(min(_LONGEST_TICK_S, self._heartbeat_s / _TICKS_PER_HEARTBEAT))
             self._apply(self._intake.tick(time.monotonic()))
-
-    async def _free(self) -> None:
-        while True:
-            await self._committed.wait()
-            self._committed.clear()
-            while self._intake.free():
-                await asyncio.sleep(_FREES_EVERY_S)
 
     def _apply(self, messages: Sequence[Outgoing]) -> None:
         """Send messages after an event, and wake all that wait for a change."""
