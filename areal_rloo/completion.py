@@ -1,16 +1,17 @@
-"""`areal-rloo completion bash|zsh`: a script that completes programs, shipped configs, options and their values.
+"""`areal-rloo completion bash|zsh`: a script that completes programs, flags, shipped configs, options and their values.
 
 The script asks `areal-rloo completion words ...` with the words of the command line up to the cursor.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Sequence
 
 from areal_rloo.config.load import shipped_configs
 from areal_rloo.config.options import find, options
 from areal_rloo.launcher.run import LAUNCHERS
-from areal_rloo.program import Parser
+from areal_rloo.program import Parser, flags_of
 
 _BASH = """\
 _areal_rloo() {
@@ -50,6 +51,8 @@ def _all(before: Sequence[str], last: str) -> Iterator[str]:
 
     if not before:
         yield from PROGRAMS
+    elif last.startswith("-") and before[0] in PROGRAMS:
+        yield from flags_of(importlib.import_module(PROGRAMS[before[0]].module).main)
     elif last == "=" or before[-1] == "=":
         key = ([*before, last] if last == "=" else before)[-2:][0]
         yield from (word for option in find(key) if option.key == key for word in option.choices)

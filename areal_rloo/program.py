@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ from areal_rloo.errors import ConfigError, UserError, shown
 from areal_rloo.standard_streams import open_missing_streams, stop_printing
 
 _OF_PATHS = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.ENOSPC)
+_ASKED = ContextVar("asked for its flags", default=False)
 _NOTHING_STARTED = "stopped before anything had started"
 
 
@@ -28,6 +30,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **arguments)
         self._more = " [key.path=value ...]" if overrides else ""
 
+    def parse_known_args(self, *arguments: Any, **named: Any) -> Any:
+        if _ASKED.get():
+            raise _AskedError([*self._option_string_actions])
+        return super().parse_known_args(*arguments, **named)
+
     def format_usage(self) -> str:
         return super().format_usage().rstrip("\n") + f"{self._more}\n"
 
@@ -38,6 +45,23 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         usage = " ".join(self.format_usage().split()).removeprefix("usage: ")
         raise ConfigError(f"{message}; expected {usage}")
+
+
+def flags_of(main: Callable[[Sequence[str]], int]) -> list[str]:
+    """Return the flags of a program, without running it."""
+    token = _ASKED.set(True)
+    try:
+        main(["--help"])
+    except _AskedError as answer:
+        return answer.flags
+    finally:
+        _ASKED.reset(token)
+    return []
+
+
+class _AskedError(Exception):
+    def __init__(self, flags: list[str]) -> None:
+        self.flags = flags
 
 
 def end_on_interrupt() -> None:

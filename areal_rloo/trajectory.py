@@ -135,6 +135,7 @@ class Group(msgspec.Struct, frozen=True, eq=False, gc=False):
     source: str = ""  # label of the prompt's data source
     epoch: int = 0  # number of the pass through this source
     item_index: int = 0  # among the items of all sources
+    answer: str = ""  # the expected one, for people; empty for a group from a file
 
     @property
     def samples(self) -> list[Trajectory]:

@@ -130,7 +130,7 @@ class CheckpointConfig(Section, frozen=True):
     every_n_steps: Natural = 50  # interval between checkpoints, the first after step 1; 0: only as at_end says
     at_end: bool = True  # also at the end and on a drain; false with every_n_steps=0: no checkpoint, and no resume
     keep: PositiveInt = 2  # number of the newest checkpoints that stay
-    keep_best: bool = True  # also the checkpoint with the best held-out accuracy: a policy may collapse over night
+    keep_best: bool = True  # also the checkpoint with the best held-out reward: a policy may collapse over night
     keep_every_n_steps: Natural = 0  # also those of every Kth step, a multiple of every_n_steps; 0: none
     # Save the tokens of unfinished samples, too, and continue these samples after a resume. For this, a server aborts
     # its requests at every checkpoint, and computes their cache again.

@@ -148,6 +148,8 @@ def _inside(record: TrajectoryRecord, most: int) -> str:
         parts.append(f"<h2 class=drop>dropped: {html.escape(visible_line(record.dropped))}</h2>{detail}")
     parts.append(f"<h2>prompt</h2><pre>\n{_escaped(shortened(record.prompt, _MOST_PROMPT))}</pre>")
     parts.append(f"<h2>completion</h2><pre class=completion>\n{_runs(first)}{gap}{_runs(last)}</pre>")
+    if record.expected:
+        parts.append(f"<h2>expected answer</h2><pre>\n{_escaped(record.expected)}</pre>")
     data = {
         "pieces": [visible(token.text) for token in first + last],
         "ids": [token.token_id for token in first + last],

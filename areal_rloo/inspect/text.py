@@ -21,7 +21,7 @@ from areal_rloo.inspect.shown import kept_ends, number, shortened, signed, visib
 from areal_rloo.telemetry.trajectories import TrajectoryRecord
 
 _INDENT = "  "
-_MOST_PROMPT = 1200  # characters shown of a prompt
+_MOST_PROMPT, _MOST_EXPECTED = 1200, 300  # characters shown of a prompt, and of an expected answer
 _MOST_TOKENS = 240  # shown of a completion
 _MOST_DETAIL = 800
 _OTHERS = "italic cyan"
@@ -48,6 +48,8 @@ def show(console: Console, record: TrajectoryRecord, view: View) -> None:
         _section(console, f"completion, {record.num_tokens:,} tokens", _token_lines(record))
     else:
         _section(console, "completion", [_marked(_completion(record, view), view)])
+    if record.expected:
+        _section(console, "expected answer", [Text(visible(_short(record.expected, _MOST_EXPECTED, view)))])
     _print(console, [Text()])
 
 

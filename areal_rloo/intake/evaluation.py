@@ -5,6 +5,7 @@ single evaluation runs at a time. A version that falls due meanwhile waits; a ne
 
 Metrics of a set with k samples a prompt, besides the mean reward:
 
+    accuracy share of right samples, if all rewards are from 0 to 1
     pass@k   share of prompts with a right sample (arXiv:2107.03374; the estimator for n = k samples)
     maj@k    share of prompts whose most frequent final answer is right; ties count the share of right answers among the
              most frequent (arXiv:2203.11171); only for tasks with final answers
@@ -20,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from areal_rloo.errors import DataError
 from areal_rloo.intake.ledger import Sample
@@ -29,7 +31,7 @@ from areal_rloo.trajectory import SampleId, Trajectory
 from areal_rloo.wire.messages import MOST_DUTIES
 
 _MOST_SAMPLES = MOST_DUTIES // 2  # a worker holds train samples, too
-_RIGHT = 1.0 - 1e-9  # least reward of a right sample; a weighted sum may miss 1 by rounding
+_RIGHT, _MOST_SHARE = 1.0 - 1e-9, 1.0 + 1e-9  # a weighted sum may miss 1 by rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +179,9 @@ class Evaluation:
             name=progress.chosen.label,
             policy_version=min(versions, default=self._version),
             policy_version_max=max(versions, default=self._version),
-            accuracy=_mean([result.reward for result in results]),
-            accuracy_error=_error([_mean([result.reward for result in samples]) for samples in by_prompt.values()]),
+            **dict(zip(("accuracy", "accuracy_error"), _accuracy([*by_prompt.values()]), strict=True)),
+            reward=_mean([result.reward for result in results]),
+            reward_error=_error([_mean([result.reward for result in samples]) for samples in by_prompt.values()]),
             num_prompts=len(by_prompt),
             num_samples=progress.chosen.num_samples,
             num_failed=sum(result.failed for result in results),
@@ -203,6 +206,14 @@ class Evaluation:
 
 def _is_right(sample: _Result) -> bool:
     return sample.reward >= _RIGHT
+
+
+def _accuracy(by_prompt: Sequence[Sequence[_Result]]) -> tuple[float, float]:
+    """Return the share of right samples, and its standard error; NaN for rewards that do not say right or wrong."""
+    if not all(0 <= sample.reward <= _MOST_SHARE for samples in by_prompt for sample in samples):
+        return math.nan, math.nan
+    right = [[float(_is_right(sample)) for sample in samples] for samples in by_prompt]
+    return _mean([*chain.from_iterable(right)]), _error([_mean(samples) for samples in right])
 
 
 def _majority(samples: Sequence[_Result]) -> float:

@@ -45,6 +45,7 @@ class FleetStatistics(msgspec.Struct, frozen=True, kw_only=True):
     metrics_prefix: ClassVar[str] = "fleet_"
 
     num_workers: Annotated[int, Metric("Rollout workers alive", healthy=(1, math.inf))]
+    silent_s: Annotated[dict[str, float], Metric("Time since the last word of a worker", "s", label="worker")]
     refused_workers: Annotated[
         dict[str, int],
         Metric("Hellos refused: too many workers, or a name of another process", kind="counter", label="reason"),
@@ -85,6 +86,7 @@ class Worker:
     policy_version: int | None
     joined_version: int  # the newest at the Hello; the worker starts no sample with older weights
     progress_s: float  # monotonic time of the last result, lease or generated token
+    num_decoding: int = field(default=0, init=False)
     standing: Standing
     duties: set[Duty] = field(default_factory=set)  # leased to the worker and not returned, evaluation included
     num_train: int = 0  # number of train samples in `duties`
@@ -231,9 +233,12 @@ class Fleet:
             return f"there are {len(self.alive)} workers already"
         return None
 
-    def statistics(self) -> FleetStatistics:
+    def statistics(self, now_s: float) -> FleetStatistics:
         return FleetStatistics(
-            num_workers=len(self.alive), refused_workers=dict(self._refused), set_aside=self._num_set_aside
+            num_workers=len(self.alive),
+            silent_s={worker.worker_id: now_s - worker.last_heard_s for worker in self.alive.values()},
+            refused_workers=dict(self._refused),
+            set_aside=self._num_set_aside,
         )
 
     def release(self, worker: Worker, duty: Duty) -> None:
@@ -274,6 +279,7 @@ class Fleet:
         elif heartbeat.policy_version != worker.policy_version:  # the samples may have waited for this version
             worker.progress_s = now_s
         worker.last_heard_s, worker.policy_version = now_s, heartbeat.policy_version
+        worker.num_decoding = heartbeat.num_decoding
 
     def differs(self, worker: Worker, heartbeat: Heartbeat, now_s: float, wire: WireConfig) -> bool:
         """Compare all duties; not for every heartbeat of a flood. The next heartbeat tells the same."""
@@ -365,8 +371,8 @@ class Fleet:
     def describe(self, now_s: float) -> str:
         """Describe the workers for a log line about a wait."""
         workers = [
-            f"{w.worker_id} has {len(w.duties)} samples at version {w.policy_version}, last heard "
-            f"{now_s - w.last_heard_s:.1f} s ago, last progress {now_s - w.progress_s:.0f} s ago"
+            f"{w.worker_id} has {len(w.duties)} samples and decodes {w.num_decoding} at version {w.policy_version}, "
+            f"last heard {now_s - w.last_heard_s:.1f} s ago, last progress {now_s - w.progress_s:.0f} s ago"
             for w in self.alive.values()
         ]
         return "; ".join(workers) or "no rollout worker is connected"

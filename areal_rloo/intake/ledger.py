@@ -121,8 +121,9 @@ class LedgerGroup:
     def group(self) -> Group:
         assert self.complete, f"group {self.group_id} is not complete"
         done = [trajectory for _, sample in sorted(self.samples.items()) for trajectory in sample.trajectories]
-        prompt = self.prompt
-        return Group(self.group_id, self.deadline, tuple(done), prompt.item.source, prompt.epoch, prompt.item_index)
+        item, prompt = self.prompt.item, self.prompt
+        place = (item.source, prompt.epoch, prompt.item_index, item.answer)
+        return Group(self.group_id, self.deadline, tuple(done), *place)
 
 
 @dataclass(frozen=True, slots=True)

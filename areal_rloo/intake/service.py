@@ -21,7 +21,7 @@ from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.lies import Lies
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.loop_thread import LoopThread
-from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.logs import TOLD, get_logger
 from areal_rloo.telemetry.watchdog import Watchdog
 from areal_rloo.trajectory import Group
 from areal_rloo.waiting import fault_of
@@ -280,7 +280,8 @@ class IntakeService:
             now_s = time.monotonic()
             if now_s >= warn_s:  # by time alone: messages may arrive although no group survives
                 warn_s = now_s + _WAIT_LOG_S
-                logger.warning("waits for %s, %.0f s so far: %s", name, now_s - began_s, self._intake.describe(now_s))
+                state = self._intake.describe(now_s)
+                logger.log(TOLD, "waits for %s, %.0f s so far: %s", name, now_s - began_s, state)
 
     async def _stop_workers(self, timeout_s: float) -> None:
         self._apply(self._intake.stop())

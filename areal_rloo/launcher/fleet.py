@@ -29,7 +29,7 @@ from areal_rloo.launcher.supervisor import Supervisor
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.progress import Progress
 from areal_rloo.telemetry.targets import Targets
-from areal_rloo.telemetry.wanted import note_wanted
+from areal_rloo.telemetry.wanted import LauncherStatistics, note_wanted
 
 logger = get_logger(__name__)
 
@@ -167,6 +167,7 @@ class Fleet:
         self._started: list[str] = []
         self._first = frozenset(self._specs)  # workers of the start of the run
         self._leaving_until_s: dict[str, float] = {}
+        self._restarts: dict[str, int] = {}
         self._seen: bytes | None = None
         self._start_at_s = 0.0
         (folder / _WISH).unlink(missing_ok=True)  # of an earlier start
@@ -196,6 +197,9 @@ class Fleet:
                 self._progress.warn(self._supervisor.last_words(name))
                 return 2
             alive += self._supervisor.tend(name)
+        if (restarts := self._supervisor.restarts()) != self._restarts:
+            self._restarts = restarts
+            self._note_wanted()
         if alive == 0:
             self._progress.warn(
                 "every rollout worker died too often (launcher.max_restarts): the run ends, with a checkpoint if the "
@@ -263,7 +267,7 @@ class Fleet:
 
     def _note_wanted(self) -> None:
         with contextlib.suppress(OSError):  # only an alarm needs it
-            note_wanted(self._folder, len(self._specs))
+            note_wanted(self._folder, LauncherStatistics(num_workers=len(self._specs), restarts=self._restarts))
 
     def _end_leaving(self) -> None:
         for name, ends_s in list(self._leaving_until_s.items()):

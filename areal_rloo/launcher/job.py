@@ -30,7 +30,7 @@ from areal_rloo.launcher.plan import JobRequest, Plan, plan_run
 from areal_rloo.launcher.ranks import LearnerRanks
 from areal_rloo.launcher.run_folder import is_finished, newest_checkpoint
 from areal_rloo.launcher.supervisor import Starter, Supervisor, named
-from areal_rloo.learner.checkpoint_folder import UNWRITTEN, folder_of, standing
+from areal_rloo.learner.checkpoint_folder import UNWRITTEN, folder_of, room_for_one, standing
 from areal_rloo.learner.stretches import breaks_of
 from areal_rloo.learner.warm_start import PreparedModel, tiny_model_folder
 from areal_rloo.report import pages_in, result_in
@@ -234,7 +234,7 @@ class Job:
             supervisor=self._supervisor,
             progress=self._progress,
         )
-        Targets(self._config, self._folder).remove()  # of workers of an earlier start, who may not come again
+        Targets(self._config, self._folder).begin()
         with _first_start():
             ranks.start()
             fleet.start()
@@ -310,17 +310,17 @@ class Job:
 
     def _warn_of_disk(self, free: int) -> None:
         """Say that the disk has little room, and that it has none; each once until there is room again."""
-        least, told = self._config.launcher.min_free_disk_bytes, self._disk_told
+        told = self._disk_told
+        least = max(self._config.launcher.min_free_disk_bytes, room_for_one(folder_of(self._folder)))
         level = 2 if free < _FULL_BYTES else 1 if free < least else 0
         self._disk_told = max(told, level) if level else 0
         if level > told:
-            few = f"{self._folder} has {free} bytes free"
-            lost = f"launcher.min_free_disk_bytes is {least}: checkpoints, metrics and logs may be missing"
+            lost = f"a checkpoint or launcher.min_free_disk_bytes needs {least}, so checkpoints and logs may be missing"
             if level == 2:
                 newest = self._newest_checkpoint() or "the beginning"
                 lost = "no checkpoint and no record can be written, so the line of progress stands still; if the run "
                 lost += f"ends now, the steps after {newest} are lost"
-            self._progress.warn(f"{few}: training goes on, but {lost}; free some disk")
+            self._progress.warn(f"{self._folder} has {free} bytes free: training goes on, but {lost}; free some disk")
 
     def _go_back(self, version: int) -> None:
         """A restarted learner takes the steps after this version again."""

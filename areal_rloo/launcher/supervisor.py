@@ -117,6 +117,10 @@ class Supervisor:
     def exit_code(self, name: str) -> int | None:
         return self._children[name].handle.exit_code()
 
+    def restarts(self) -> dict[str, int]:
+        """Count the restarts of each process."""
+        return {name: child.num_restarts for name, child in self._children.items()}
+
     def is_refused(self, name: str) -> bool:
         """Return whether the first start of a process ended with a user's mistake; after a restart, 2 is a crash."""
         return self._children[name].num_restarts == 0 and self.exit_code(name) == 2

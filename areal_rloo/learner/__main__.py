@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +38,7 @@ from areal_rloo.learner.batches import BatchRecorder, Start, cut_batches, softwa
 from areal_rloo.learner.batches import folder_of as batches_of
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.checkpoint import Checkpoints, read_state
-from areal_rloo.learner.checkpoint_folder import folder_of
+from areal_rloo.learner.checkpoint_folder import CheckpointStatistics, checkpoint_statistics, folder_of
 from areal_rloo.learner.collector import collect_rarely
 from areal_rloo.learner.lock import DEAD_HOST_S, Patience, lock_run_folder
 from areal_rloo.learner.loop import Learner
@@ -237,10 +238,13 @@ def _serve_metrics(
 ) -> None:
     watch(registry, ChannelStatistics, service.channel.statistics)
     watch(registry, LieStatistics, lambda: service.call(service.lies.statistics, timeout_s=_SCRAPE_S))
-    watch(registry, FleetStatistics, lambda: service.call(service.fleet.statistics, timeout_s=_SCRAPE_S))
+    fleet = lambda: service.fleet.statistics(time.monotonic())  # noqa: E731
+    watch(registry, FleetStatistics, lambda: service.call(fleet, timeout_s=_SCRAPE_S))
     watch(registry, BroadcastStatistics, lambda: service.call(broadcaster.statistics, timeout_s=_SCRAPE_S))
     watch(registry, WatchdogStatistics, watchdog.statistics)
     watch(registry, LauncherStatistics, lambda: read_wanted(arguments.run_folder, config.rollout.num_workers))
+    checkpoints, every = folder_of(arguments.run_folder), config.checkpoint.every_n_steps
+    watch(registry, CheckpointStatistics, lambda: checkpoint_statistics(checkpoints, every_n_steps=every))
     serve_process(registry, config, arguments.run_folder, process="learner", port=arguments.metrics_port)
 
 

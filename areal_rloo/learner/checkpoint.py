@@ -48,7 +48,7 @@ from areal_rloo.learner.state import LearnerState, decode_state
 from areal_rloo.learner.stretches import CONFIG_NAME, STATE_NAME
 from areal_rloo.learner.team import Team
 from areal_rloo.models.folder import check_weights
-from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.logs import TOLD, get_logger
 from areal_rloo.telemetry.records import EvalRecord
 
 logger = get_logger(__name__)
@@ -168,26 +168,27 @@ class Checkpoints:
 def worth_keeping(versions: Collection[int], evaluations: Iterable[EvalRecord], config: Config) -> set[int]:
     """Return the versions to keep, however old.
 
-    The best has the highest accuracy, as a mean over the evaluation sets of the config; the newest of equals. Versions
+    The best has the highest reward, as a mean over the evaluation sets of the config; the newest of equals. Versions
     without an evaluation on every set are not compared.
     """
-    every, accuracies = config.checkpoint.keep_every_n_steps, defaultdict[int, dict[str, float]](dict)
+    every, rewards = config.checkpoint.keep_every_n_steps, defaultdict[int, dict[str, float]](dict)
     sets = {source.label for source in config.data.eval_sources}
     kept = {version for version in versions if every > 0 and version % every == 0}
     for record in evaluations:
-        if record.policy_version in versions and record.name in sets and math.isfinite(record.accuracy):
-            accuracies[record.policy_version][record.name] = record.accuracy
-    whole = [(fmean(by_set.values()), version) for version, by_set in accuracies.items() if by_set.keys() == sets]
+        if record.policy_version in versions and record.name in sets and math.isfinite(record.reward):
+            rewards[record.policy_version][record.name] = record.reward
+    whole = [(fmean(by_set.values()), version) for version, by_set in rewards.items() if by_set.keys() == sets]
     return kept | {max(whole)[1]} if whole and config.checkpoint.keep_best else kept
 
 
 def _say_resumed(version: int, damaged: Mapping[Path, str]) -> None:
     """Log the version of the loaded checkpoint; the launcher repeats this line for the user."""
     if not damaged:
-        logger.info("resume: from step %d", version)
+        logger.log(TOLD, "resume: from step %d", version)
         return
     num_lost = max(version_of(path) or 0 for path in damaged) - version
-    logger.warning("resume: from step %d (steps lost: %d), because %s", version, num_lost, "; ".join(damaged.values()))
+    text = "resume: from step %d (steps lost: %d), because %s"
+    logger.log(TOLD, text, version, num_lost, "; ".join(damaged.values()))
 
 
 def read_checkpoint(folder: Path) -> LearnerState:

@@ -12,14 +12,18 @@ the folder `checkpoints` everywhere.
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
+
+import msgspec
 
 from areal_rloo.files import move_into_place
 from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.metric import Metric
 
 logger = get_logger(__name__)
 
@@ -33,6 +37,17 @@ class Standing(NamedTuple):
 
     num_set_aside: int
     newest_version: int  # -1 without a checkpoint
+
+
+class CheckpointStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest checkpoint on the disk."""
+
+    metrics_prefix: ClassVar[str] = "checkpoint_"
+
+    newest_version: Annotated[int, Metric("Version of the newest checkpoint; 0 without one", "versions")] = 0
+    newest_bytes: Annotated[int, Metric("Size of the newest checkpoint", "bytes")] = 0
+    newest_timestamp_s: Annotated[float, Metric("Time of the newest checkpoint", "s")] = math.nan
+    every_n_steps: Annotated[int, Metric("Train steps from checkpoint to checkpoint; 0 for none")]
 
 
 def folder_of(run_folder: Path) -> Path:
@@ -55,6 +70,30 @@ def list_checkpoints(folder: Path) -> dict[int, Path]:
     """Give the complete checkpoints by version, the oldest first."""
     versions = {path: version_of(path) for path in folder.glob("step-*") if path.is_dir()}
     return dict(sorted((version, path) for path, version in versions.items() if version is not None))
+
+
+def checkpoint_statistics(folder: Path, *, every_n_steps: int) -> CheckpointStatistics:
+    """Describe the newest checkpoint, while a learner may write and prune."""
+    for version, path in reversed(list_checkpoints(folder).items()):
+        try:
+            return CheckpointStatistics(
+                newest_version=version,
+                newest_bytes=_size(path),
+                newest_timestamp_s=path.stat().st_mtime,
+                every_n_steps=every_n_steps,
+            )
+        except OSError:  # removed since
+            continue
+    return CheckpointStatistics(every_n_steps=every_n_steps)
+
+
+def room_for_one(folder: Path) -> int:
+    """Give the bytes that the next checkpoint takes, if it is as large as the newest; 0 without any."""
+    return checkpoint_statistics(folder, every_n_steps=0).newest_bytes
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def standing(folder: Path) -> Standing:

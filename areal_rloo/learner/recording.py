@@ -23,6 +23,7 @@ from areal_rloo.trajectory import Completion, Group, SampleId, Trajectory
 
 logger = get_logger(__name__)
 
+_MOST_EXPECTED = 2000  # characters of an expected answer: code tasks have all tests there
 _DECIMALS = 5  # of logprobs and advantages: enough for a reader, and the file stays small
 _NOTHING = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "stop")
 
@@ -77,7 +78,7 @@ class Recorder:
             if index in chosen:
                 for offset, trajectory in enumerate(group.trajectories):
                     numbers = _training_numbers(trajectory, masks, advantages, first + offset, policy_version)
-                    place = _place(policy_version, group.source, group.epoch, group.item_index)
+                    place = _place(policy_version, group.source, group.epoch, group.item_index, group.answer)
                     yield self._records.record(group.trajectories, offset, place, **numbers)
             first += len(group.trajectories)
 
@@ -104,7 +105,7 @@ class RecordMaker:
         **rest: Any,
     ) -> Iterator[TrajectoryRecord]:
         """Give the records of a sample, which was not trained on; a record without tokens if there is no trajectory."""
-        place = _place(policy_version, prompt.item.source, prompt.epoch, prompt.item_index)
+        place = _place(policy_version, prompt.item.source, prompt.epoch, prompt.item_index, prompt.item.answer)
         for offset in range(len(trajectories)):
             yield self.record(trajectories, offset, place, **rest)
         if not trajectories:
@@ -144,8 +145,11 @@ class RecordMaker:
         return self._pieces[token]
 
 
-def _place(policy_version: int, source: str, epoch: int, item_index: int) -> dict[str, Any]:
-    return {"policy_version": policy_version, "source": source, "epoch": epoch, "item_index": item_index}
+def _place(policy_version: int, source: str, epoch: int, item_index: int, answer: str) -> dict[str, Any]:
+    half = _MOST_EXPECTED // 2
+    expected = answer if len(answer) <= _MOST_EXPECTED else f"{answer[:half]} ... {answer[-half:]}"
+    place = {"policy_version": policy_version, "source": source, "epoch": epoch, "item_index": item_index}
+    return place | {"expected": expected}
 
 
 def _training_numbers(

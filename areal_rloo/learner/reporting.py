@@ -58,6 +58,7 @@ class PaceStatistics(msgspec.Struct, frozen=True, kw_only=True):
     metrics_prefix: ClassVar[str] = ""
 
     last_train_step_timestamp_s: Annotated[float, Metric("Time of the last train step, or of the start", "s")]
+    last_evaluation_timestamp_s: Annotated[float, Metric("Time of the last evaluation, or of the start", "s")]
     train_steps_left: Annotated[int, Metric("Train steps until the end of the run")]
     long_train_step_s: Annotated[float, Metric("Second longest of the last 10 train steps, with the waits", "s")]
 
@@ -91,7 +92,8 @@ class Reporter:
         self.evaluations = [record for record in records if isinstance(record, EvalRecord)]
         self._steps_left = self.config.learner.num_train_steps - (steps[-1].policy_version if steps else 0)
         self._looking = threading.Lock()
-        self._stepped, self._steps_s = datetime.now(UTC), deque([_FIRST_STEP_S], maxlen=_LAST_STEPS)
+        self._stepped = self._evaluated = datetime.now(UTC)
+        self._steps_s = deque([_FIRST_STEP_S], maxlen=_LAST_STEPS)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="metrics")
         self._before = msgspec.structs.replace(self.totals)
         self._first_step: IntakeStatistics | None = None
@@ -109,6 +111,7 @@ class Reporter:
         self.evaluations.append(record)
         self._append(record).add_done_callback(_log_error)
         self.metrics.evaluation(record)
+        self._evaluated = datetime.now(UTC)
         self._look(record)
 
     def train_step(
@@ -177,6 +180,7 @@ class Reporter:
         """Return the pace of the run; safe on any thread."""
         return PaceStatistics(
             last_train_step_timestamp_s=self._stepped.timestamp(),
+            last_evaluation_timestamp_s=self._evaluated.timestamp(),
             train_steps_left=max(0, self._steps_left),
             long_train_step_s=sorted(self._steps_s.copy())[-2:][0],
         )

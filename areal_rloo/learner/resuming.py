@@ -15,7 +15,7 @@ from areal_rloo.learner.checkpoint import Checkpoints
 from areal_rloo.learner.state import LearnerState, restore_ledger
 from areal_rloo.learner.stretches import CONFIG_NAME, changes_since
 from areal_rloo.models.stored import check_base
-from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.logs import TOLD, get_logger
 
 logger = get_logger(__name__)
 
@@ -65,5 +65,5 @@ def restored_ledger(restored: Restored, stream: PromptStream, config: Config) ->
         text = (
             "resume: %d of %d groups under way do not fit the changed options and are dropped; their prompts come again"
         )
-        logger.warning(text, num_dropped, num_live)
+        logger.log(TOLD, text, num_dropped, num_live)
     return ledger

@@ -2,6 +2,7 @@
 
     configs/step-000000.yaml       the config of the first steps
             step-000040.yaml       the config from version 40 on
+            starts.jsonl           the version and the time of each start of the learner
     config.yaml                    the present config
     checkpoints/step-000040/config.yaml    the config that wrote this checkpoint
 
@@ -10,11 +11,15 @@ The learner writes the files in `configs`, because only the learner knows from w
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
 
 from areal_rloo.config import Config, EpisodeConfig, EvalSourceConfig, dump_config, load_config
 from areal_rloo.config.resume import Change, changes
@@ -29,6 +34,7 @@ _REWARDED = (
     *("data.train", "rollout.sampling", "rollout.episode", "rollout.reward_timeout_s", "algorithm.rewards"),
     *("algorithm.min_reward_std", "algorithm.group_filter"),
 )
+_STARTS = "starts.jsonl"
 CONFIG_NAME, STATE_NAME = "config.yaml", "state.msgpack"  # in a checkpoint
 
 
@@ -38,6 +44,13 @@ class Stretch(NamedTuple):
     version: int  # at the beginning
     config: str  # as YAML
     changes: list[Change]  # against the stretch before
+
+
+class Start(msgspec.Struct, frozen=True):
+    """A start of the learner: the first, a resume, or one after a crash."""
+
+    version: int  # of the checkpoint; 0 for the beginning
+    time: str  # in UTC
 
 
 def has_intact_config(checkpoint: Path) -> bool:
@@ -75,14 +88,25 @@ def changes_since(checkpoint: Path, config: Config) -> list[Change]:
 
 
 def begin_stretch(run_folder: Path, config: Config, version: int) -> None:
-    """Note the config from this version on; forget the configs of later steps, which the run trains again."""
+    """Note a start, and the config from this version on; forget the configs of later steps, which come again."""
     files, text = _files(run_folder), dump_config(config)
     for later in [at for at in files if at >= version]:
         files.pop(later).unlink()
     if not files or read_regular(files[max(files)]) != text.encode():
-        folder = run_folder / "configs"
-        folder.mkdir(exist_ok=True)
-        write_atomically(folder / f"step-{version:06d}.yaml", text.encode())
+        (run_folder / "configs").mkdir(exist_ok=True)
+        write_atomically(run_folder / "configs" / f"step-{version:06d}.yaml", text.encode())
+    with contextlib.suppress(OSError), (run_folder / "configs" / _STARTS).open("ab") as file:  # for the report alone
+        file.write(msgspec.json.encode(Start(version, f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}")) + b"\n")
+
+
+def read_starts(run_folder: Path) -> list[Start]:
+    """Read the starts of a run; a line that cannot be read is left out."""
+    starts: list[Start] = []
+    with contextlib.suppress(OSError):
+        for line in read_regular(run_folder / "configs" / _STARTS).splitlines():
+            with contextlib.suppress(DecodeError):
+                starts.append(from_json(line, Start))
+    return starts
 
 
 def read_stretches(run_folder: Path) -> list[Stretch]:

@@ -22,7 +22,7 @@ from areal_rloo.files import write_atomically
 from areal_rloo.inspect.shown import document, number
 from areal_rloo.learner.stretches import breaks_of
 from areal_rloo.report.charts import Curve, Point, line_chart
-from areal_rloo.report.curves import STYLE, by_set, curve_name, drawn, points
+from areal_rloo.report.curves import STYLE, by_set, curve_name, drawn, points, result_field
 from areal_rloo.telemetry.metric import Declared
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
@@ -140,9 +140,9 @@ def _table(settings: Sequence[Setting]) -> list[str]:
     sets = _sets(settings)
     columns: list[tuple[str, Callable[[Run], float | None]]] = [("train steps", lambda run: len(run.train))]
     for name in sets:
-        label = f"accuracy, {name}" if len(sets) > 1 else "accuracy"
-        columns.append((f"first {label}", lambda run, name=name: _accuracy(run, name, 0)))  # type: ignore[misc]
-        columns.append((f"last {label}", lambda run, name=name: _accuracy(run, name, -1)))  # type: ignore[misc]
+        label = f"{_result(settings)}, {name}" if len(sets) > 1 else _result(settings)
+        columns.append((f"first {label}", lambda run, name=name: _evaluated(run, name, 0)))  # type: ignore[misc]
+        columns.append((f"last {label}", lambda run, name=name: _evaluated(run, name, -1)))  # type: ignore[misc]
     columns += [
         (f"reward, last {_LAST_STEPS} steps", lambda run: _last(run, "reward_mean")),
         (f"trained tokens/s, last {_LAST_STEPS} steps", lambda run: _last(run, "trained_tokens_per_s")),
@@ -169,9 +169,13 @@ def _cell(values: Sequence[float]) -> str:
     return number(mean) if not half else f"{number(mean)} ± {number(half)}"
 
 
-def _accuracy(run: Run, name: str, index: int) -> float | None:
+def _result(settings: Sequence[Setting]) -> str:
+    return result_field([record for setting in settings for run in setting.runs for record in run.evaluations])
+
+
+def _evaluated(run: Run, name: str, index: int) -> float | None:
     of_set = by_set(run.evaluations).get(name)
-    return None if not of_set else of_set[index].accuracy
+    return None if not of_set else of_set[index].reward
 
 
 def _last(run: Run, field: str) -> float | None:
@@ -181,11 +185,12 @@ def _last(run: Run, field: str) -> float | None:
 
 def _charts(settings: Sequence[Setting]) -> list[str]:
     charts = []
-    accuracy, sets = drawn(EvalRecord)[0], _sets(settings)
+    (result,) = (declared for declared in drawn(EvalRecord) if declared.field == _result(settings))
+    sets = _sets(settings)
     for name in sets:
-        title = f"{_title(accuracy)}: {name}" if len(sets) > 1 else _title(accuracy)
+        title = f"{_title(result)}: {name}" if len(sets) > 1 else _title(result)
         curves = [
-            _curve(setting.name, [points(by_set(run.evaluations).get(name, []), "accuracy") for run in setting.runs])
+            _curve(setting.name, [points(by_set(run.evaluations).get(name, []), result.field) for run in setting.runs])
             for setting in settings
         ]
         charts.append(line_chart(title, curves, hint="band: lowest to highest run"))
@@ -204,9 +209,9 @@ def _charts(settings: Sequence[Setting]) -> list[str]:
 
 
 def _by_time(run: Run, evaluations: Sequence[EvalRecord]) -> list[Point]:
-    """Give accuracies by the seconds of training up to their version."""
+    """Give the results of evaluations by the seconds of training up to their version."""
     trained_s = {0: 0.0, **{record.policy_version: record.wall_s for record in run.train}}
-    return [(trained_s[r.policy_version], r.accuracy) for r in evaluations if r.policy_version in trained_s]
+    return [(trained_s[r.policy_version], r.reward) for r in evaluations if r.policy_version in trained_s]
 
 
 def _curve(name: str, of_runs: Sequence[Sequence[Point]]) -> Curve:

@@ -2,15 +2,17 @@
 
     python -m areal_rloo.report.dashboards launcher/monitoring/grafana
 
-A test compares the files with the declarations, and finds each metric in a panel.
+Each alarm in ../prometheus/alerts.yml gets a link to a panel of its numbers. A test compares the files with the
+declarations, and finds each metric in a panel.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +25,7 @@ from areal_rloo.telemetry.records import EvalRecord, TrainRecord
 PANELS = "panels.yaml"
 _STEPS_WINDOW = "15m"  # a number of a train step changes once a step, which may take minutes
 _SELECTED, _WINDOW = 'run=~"$run", process=~"$process"', "$__rate_interval"
+_LINK = "dashboard: "
 _WIDTH, _HEIGHT, _COLUMNS = 8, 7, 3
 _UNITS = {"s": "s", "share": "percentunit", "bytes": "bytes"}  # ours to Grafana's
 _RATES = {"s": "percentunit", "bytes": "Bps"}  # of totals
@@ -93,15 +96,42 @@ def dashboard(uid: str, page: Dashboard) -> dict[str, Any]:
         "time": {"from": "now-1h", "to": "now"},
         "links": [links],
         "annotations": {"list": [starts]},
-        "templating": {"list": [source, _variable("run"), _variable("process")]},
+        "templating": {"list": [source, _variable("run"), _variable("process", of='run=~"$run"')]},
         "panels": [_panel(panel, index) for index, panel in enumerate(page.panels)],
     }
 
 
 def write_dashboards(folder: Path) -> None:
-    """Write dashboards/*.json in a folder with panels.yaml."""
-    for uid, page in read_panels(folder).items():
-        (folder / "dashboards" / f"{uid}.json").write_text(json.dumps(dashboard(uid, page), indent=1) + "\n")
+    """Write dashboards/*.json in a folder with panels.yaml, and the links of the alarms."""
+    pages = {uid: dashboard(uid, page) for uid, page in read_panels(folder).items()}
+    for uid, page in pages.items():
+        (folder / "dashboards" / f"{uid}.json").write_text(json.dumps(page, indent=1) + "\n")
+    alerts = folder.parent / "prometheus" / "alerts.yml"
+    alerts.write_text(linked(alerts.read_text(encoding="utf-8"), list(pages.values())), encoding="utf-8")
+
+
+def linked(alerts: str, pages: Sequence[dict[str, Any]]) -> str:
+    """Link each alarm to the first panel that shows the first number of the alarm."""
+    lines: list[str] = []
+    expression = ""
+    for line in alerts.splitlines():
+        if line.lstrip().startswith(_LINK):
+            continue
+        lines.append(line)
+        if line.lstrip().startswith("expr: "):
+            expression = line
+        if line.lstrip().startswith("runbook: "):
+            lines.append(f"          {_LINK}{_panel_of(expression, pages)}")
+    return "\n".join(lines) + "\n"
+
+
+def _panel_of(expression: str, pages: Sequence[dict[str, Any]]) -> str:
+    for name in dict.fromkeys(re.findall(rf"{PREFIX}[a-z_0-9]+|process_[a-z_]+|\bup\b", expression)):
+        for page in pages:
+            for panel in page["panels"]:
+                if any(re.search(rf"\b{name}\b", target["expr"]) for target in panel["targets"]):
+                    return f'"/d/{page["uid"]}?viewPanel={panel["id"]}&var-run={{{{ $labels.run }}}}"'
+    raise ValueError(f"no panel shows a number of the alarm with {expression.strip()}")
 
 
 def _expanded(panel: Panel) -> Iterator[Panel]:
@@ -115,9 +145,9 @@ def _expanded(panel: Panel) -> Iterator[Panel]:
     yield from (Panel(chart.title, " ".join(names)) for chart, names in charts.items())
 
 
-def _variable(label: str) -> dict[str, Any]:
-    """Let the user choose among the values of a label."""
-    asked = f"label_values({PREFIX}run_info, {label})"
+def _variable(label: str, *, of: str = "") -> dict[str, Any]:
+    """Let the user choose among the values of a label, of the series with these labels."""
+    asked = f"label_values({PREFIX}run_info{{{of}}}, {label})"
     return {
         "name": label,
         "type": "query",

@@ -11,9 +11,11 @@ from areal_rloo.engines.base import EngineStatistics
 from areal_rloo.engines.server import ServerStatistics
 from areal_rloo.intake.fleet import FleetStatistics
 from areal_rloo.intake.lies import LieStatistics
+from areal_rloo.learner.checkpoint_folder import CheckpointStatistics
 from areal_rloo.learner.reporting import PaceStatistics
 from areal_rloo.rewards.scoring import RewardStatistics
 from areal_rloo.rollout.protocol import ProtocolStatistics
+from areal_rloo.rollout.worker import EpisodeStatistics
 from areal_rloo.telemetry.code_state import RunInfo
 from areal_rloo.telemetry.gpus import GpuStatistics
 from areal_rloo.telemetry.health import HealthStatistics
@@ -32,14 +34,16 @@ SERVED: tuple[tuple[str, type[Measured]], ...] = (
     ("Each evaluation (learner, metrics.jsonl)", EvalRecord),
     ("Health (learner)", HealthStatistics),
     ("Pace (learner)", PaceStatistics),
+    ("Checkpoints (learner)", CheckpointStatistics),
     ("Workers to keep (learner)", LauncherStatistics),
     ("Refused answers (learner)", LieStatistics),
-    ("Refused workers (learner)", FleetStatistics),
+    ("Fleet (learner)", FleetStatistics),
     ("Turns on shared devices (learner)", TurnStatistics),
     ("Broadcasts of weights (learner)", BroadcastStatistics),
     ("Weights received (rollout worker)", ReceiveStatistics),
     ("Engine (rollout worker)", EngineStatistics),
     ("Server of an engine (rollout worker)", ServerStatistics),
+    ("Samples under way (rollout worker)", EpisodeStatistics),
     ("Rewards (rollout worker)", RewardStatistics),
     ("Wire (learner and rollout worker)", ChannelStatistics),
     ("Run and code (learner and rollout worker)", RunInfo),

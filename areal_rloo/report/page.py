@@ -23,7 +23,7 @@ from areal_rloo.inspect.shown import document
 from areal_rloo.learner.checkpoint_folder import folder_of, standing
 from areal_rloo.learner.stretches import Stretch, breaks_of, read_stretches
 from areal_rloo.report.charts import Curve, histogram, line_chart, stacked_chart
-from areal_rloo.report.curves import STYLE, by_set, curve_name, drawn, points
+from areal_rloo.report.curves import STYLE, by_set, curve_name, drawn, points, result_field
 from areal_rloo.report.recorded import best_and_worst, length_chart, read_recorded
 from areal_rloo.report.timeline import Lasted, timeline
 from areal_rloo.telemetry.code_state import STARTS_NAME
@@ -81,9 +81,9 @@ def pages_in(folder: Path) -> list[str]:
 
 
 def result_in(folder: Path) -> list[str]:
-    """Say what a run brought: the accuracy of each evaluation set, first and last; the bottleneck, if records tell.
+    """Say what a run brought: the result of each evaluation set, first and last; the bottleneck, if records tell.
 
-    Leave out accuracies before a change of the set, and of weights after the newest checkpoint.
+    Leave out results before a change of the set, and of weights after the newest checkpoint.
 
     Raises:
         DataError: the records cannot be read.
@@ -92,8 +92,8 @@ def result_in(folder: Path) -> list[str]:
     evaluations = [record for record in _comparable(folder, records) if record.policy_version <= newest]
     firsts, lasts = {one.name: one for one in reversed(evaluations)}, {one.name: one for one in evaluations}
     words = [
-        f"result: {name} accuracy {first.accuracy:.3f} (version {first.policy_version}) -> "
-        f"{lasts[name].accuracy:.3f} (version {lasts[name].policy_version})"
+        f"result: {name} {result_field([first, lasts[name]])} {first.reward:.3f} (version {first.policy_version}) -> "
+        f"{lasts[name].reward:.3f} (version {lasts[name].policy_version})"
         for name, first in reversed(firsts.items())
         if first is not lasts[name]
     ]
@@ -164,8 +164,9 @@ def _page(folder: Path) -> str:
 def _facts(train: Sequence[TrainRecord], evaluations: Sequence[EvalRecord], summary: Any | None) -> str:
     facts: list[tuple[str, str]] = []
     for name, records in by_set(evaluations).items():
-        title = "held-out accuracy" + (f", {html.escape(name)}" if len(by_set(evaluations)) > 1 else "")
-        facts.append((title, f"{records[0].accuracy:.3f} → {records[-1].accuracy:.3f}"))
+        title = f"held-out {result_field(records)}"
+        title += f", {html.escape(name)}" if len(by_set(evaluations)) > 1 else ""
+        facts.append((title, f"{records[0].reward:.3f} → {records[-1].reward:.3f}"))
         if records[-1].num_samples > 1:
             samples = f"pass@{records[-1].num_samples}, {html.escape(name)}"
             facts.append((samples, f"{records[0].pass_share:.3f} → {records[-1].pass_share:.3f}"))
@@ -220,7 +221,10 @@ def _staleness_chart(train: Sequence[TrainRecord]) -> str:
 def _evaluation_charts(evaluations: Sequence[EvalRecord]) -> list[str]:
     several = any(record.num_samples > 1 for record in evaluations)
     charts = []
-    for declared in drawn(EvalRecord)[: None if several else 1]:
+    results = {result_field(evaluations)} | {"accuracy" for record in evaluations if math.isfinite(record.accuracy)}
+    for declared in drawn(EvalRecord):
+        if declared.field not in results and not (several and declared.field.endswith("_share")):
+            continue
         curves = [Curve(name, points(records, declared.field)) for name, records in by_set(evaluations).items()]
         charts.append(_line_chart(declared, curves, dots=True))
     return charts

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from areal_rloo.learner.checkpoint_folder import folder_of, list_checkpoints
-from areal_rloo.learner.stretches import Stretch
+from areal_rloo.learner.stretches import Stretch, read_starts
 from areal_rloo.report.charts import Row, strip_chart
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
 
@@ -28,12 +28,15 @@ def timeline(
     stretches: Sequence[Stretch],
     lasted: Sequence[Lasted],
 ) -> str:
-    """Draw evaluations, kept checkpoints, changes of the config, skipped steps, and symptoms."""
+    """Draw starts, evaluations, kept checkpoints, changes of the config, skipped steps, and symptoms."""
     if not train:
         return ""
     skipped = [now for before, now in itertools.pairwise(train) if now.skipped_steps > before.skipped_steps]
     points = {
-        "evaluations": [(one.policy_version, f"{one.name}: accuracy {one.accuracy:.3f}") for one in evaluations],
+        "starts": [(one.version, f"the learner starts at {one.time} UTC") for one in read_starts(folder)],
+        "evaluations": [
+            (one.policy_version, f"{one.name}: {one.result[0]} {one.result[1]:.3f}") for one in evaluations
+        ],
         "checkpoints kept": [(version, "checkpoint") for version in list_checkpoints(folder_of(folder))],
         "config changed": [
             (stretch.version, ", ".join(change.key for change in stretch.changes) or "cannot be compared")

@@ -74,6 +74,7 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True):
 class WorkStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Counts since the start: replaced processes, and seconds spent scoring, summed over parallel rewards."""
 
+    num_processes: int = 0  # each scores a completion at a time; 0 if many are scored at a time
     restarts: int = 0
     busy_s: float = 0.0
 

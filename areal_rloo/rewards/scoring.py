@@ -29,10 +29,12 @@ Result = TypeVar("Result", Worth, FinalAnswer)
 
 
 class RewardStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts since the start; `restarts` and `busy_s` are the sums of all `WorkStatistics`."""
+    """The completions now, and counts since the start. The numbers of `WorkStatistics` are sums over all runners."""
 
     metrics_prefix: ClassVar[str] = "reward_"
 
+    waiting: Annotated[int, Metric("Completions that wait for their reward, or are being scored")]
+    num_processes: Annotated[int, Metric("Processes that score a completion at a time each")]
     scored: Annotated[int, Metric("Completions this worker scored", kind="counter")]
     dropped: Annotated[dict[str, int], Metric("Completions dropped without a reward", kind="counter", label="reason")]
     restarts: Annotated[int, Metric("Reward processes this worker had to replace", kind="counter")]
@@ -77,7 +79,7 @@ class Scoring:
     ) -> None:
         """`runners` run the parts of `sources`; `close` ends the runners and discards running rewards."""
         self._sources, self._runners, self.close = sources, runners, close
-        self._scored = 0
+        self._scored = self._waiting = 0
         self._dropped: Counter[str] = Counter()
 
     async def score(self, request: RewardRequest) -> Scored:
@@ -88,19 +90,28 @@ class Scoring:
             ConfigError: the rewards cannot be computed any more.
         """
         source = self._sources[request.purpose, request.item.source]
+        self._waiting += 1
         try:
             with sample_span("reward"):
                 scored = _summed(source.parts, *await _run_parts(source, request))
         except RewardError as error:
             self._dropped[error.reason] += 1
             raise RewardError(error.reason, error.detail, completion=request.completion) from error
+        finally:
+            self._waiting -= 1
         self._scored += 1
         return scored
 
     def statistics(self) -> RewardStatistics:
         each = [runner.statistics() for runner in self._runners]
-        restarts, busy_s = sum(of.restarts for of in each), sum(of.busy_s for of in each)
-        return RewardStatistics(scored=self._scored, dropped=dict(self._dropped), restarts=restarts, busy_s=busy_s)
+        return RewardStatistics(
+            waiting=self._waiting,
+            num_processes=sum(of.num_processes for of in each),
+            scored=self._scored,
+            dropped=dict(self._dropped),
+            restarts=sum(of.restarts for of in each),
+            busy_s=sum(of.busy_s for of in each),
+        )
 
 
 async def _run_parts(source: SourceRewards, request: RewardRequest) -> tuple[list[Worth], str | None]:

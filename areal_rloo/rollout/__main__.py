@@ -27,7 +27,7 @@ from areal_rloo.rewards.scoring import RewardStatistics
 from areal_rloo.rollout.engines import WorkerEngine, running_engine
 from areal_rloo.rollout.episode_types import make_episode, serving
 from areal_rloo.rollout.protocol import ProtocolStatistics
-from areal_rloo.rollout.worker import RolloutWorker
+from areal_rloo.rollout.worker import EpisodeStatistics, RolloutWorker
 from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.tasks.chat import chat_format
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs
@@ -127,6 +127,7 @@ async def _generate(config: Config, arguments: Arguments, folder: Path) -> None:
         watch(registry, ChannelStatistics, channel.statistics)
         watch(registry, ReceiveStatistics, receiver.statistics)
         watch(registry, ProtocolStatistics, worker.statistics)
+        watch(registry, EpisodeStatistics, worker.episodes)
         run_folder, name = arguments.run_folder, arguments.worker_id
         targets = serve_process(registry, config, run_folder, process=name, port=arguments.metrics_port)
         gc.collect()

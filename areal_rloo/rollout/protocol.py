@@ -42,6 +42,7 @@ class EngineState(msgspec.Struct, frozen=True):
     running_version: int  # of the weights, also while the engine starts
     ready_version: int | None  # None while the engine can take no weights
     work: wire.Work
+    num_decoding: int = 0
 
 
 class ProtocolStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -315,6 +316,7 @@ class WorkerProtocol:
             newest_offer=self._newest_offer,
             receiving=self._receiving is not None,
             work=engine.work,
+            num_decoding=engine.num_decoding,
         )
 
     def _end(self, duty: Duty, result: wire.Finished | wire.Failed, num_bytes: int) -> None:

@@ -15,6 +15,9 @@ import contextlib
 import re
 import time
 from functools import partial
+from typing import Annotated, ClassVar
+
+import msgspec
 
 from areal_rloo.config import Config
 from areal_rloo.engines.base import Engine, SamplingParameters
@@ -33,6 +36,7 @@ from areal_rloo.rollout.partial import Journal, journal_of
 from areal_rloo.rollout.protocol import EngineState, ProtocolStatistics, WorkerProtocol
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.telemetry.metric import Metric
 from areal_rloo.telemetry.trace import sample_span
 from areal_rloo.trajectory import Completion
 from areal_rloo.waiting import cancel, fault_of
@@ -51,6 +55,16 @@ _CONNECT_S = 5.0
 _ENGINE_SHARE = 0.8  # of the time that a checkpoint waits for partial rollouts
 _BATCH_BYTES = 8 * 2**20  # soft limit of a message with several results
 _BYTES_PER_CHARACTER = 4  # at most, in UTF-8
+
+
+class EpisodeStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """The samples of this worker now, and counts since the start."""
+
+    metrics_prefix: ClassVar[str] = "episode_"
+
+    num_running: Annotated[int, Metric("Samples under way: decoded, scored, or in a tool or an agent")]
+    ended: Annotated[int, Metric("Samples that have ended with a result", kind="counter")]
+    life_s: Annotated[float, Metric("Time from lease to result, summed over these samples", "s", "counter")]
 
 
 class RolloutWorker:
@@ -89,6 +103,7 @@ class RolloutWorker:
         self._noticed = asyncio.Event()
         self._due = asyncio.Event()  # there may be a message to send
         self._num_episodes, self._drained = 0, False
+        self._num_ended, self._life_s = 0, 0.0  # of samples with a result
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def stop(self) -> None:
@@ -98,6 +113,9 @@ class RolloutWorker:
 
     def statistics(self) -> ProtocolStatistics:
         return self._protocol.statistics()
+
+    def episodes(self) -> EpisodeStatistics:
+        return EpisodeStatistics(num_running=len(self._episodes), ended=self._num_ended, life_s=self._life_s)
 
     async def run(self) -> None:
         """Serve until drained or stopped.
@@ -208,11 +226,11 @@ class RolloutWorker:
     def _engine_state(self) -> EngineState:
         statistics = self._engine.statistics()
         work = wire.Work(statistics.idle_s, statistics.generated_tokens, statistics.busy_s, statistics.decoding_s)
-        return EngineState(statistics.policy_version, statistics.ready_version, work)
+        return EngineState(statistics.policy_version, statistics.ready_version, work, statistics.num_running)
 
     async def _run_episode(self, lease: wire.Lease, duty: Duty, journal: Journal) -> None:
         """Run the episode of a duty, and record its trajectories or why there are none."""
-        sample = Sample(duty.sample_id, lease.purpose, lease.item, lease.prompt_tokens)
+        sample, began_s = Sample(duty.sample_id, lease.purpose, lease.item, lease.prompt_tokens), time.monotonic()
         self._num_episodes += 1
         engine = SampleEngine(
             submitter=self._submitter,
@@ -241,6 +259,7 @@ class RolloutWorker:
             failure = EpisodeError("episode_error", described(error))
         else:
             self._protocol.finish(duty, trajectories, num_bytes)
+            self._num_ended, self._life_s = self._num_ended + 1, self._life_s + time.monotonic() - began_s
             return
         detail, completion = shortened(failure.detail), failure.completion[-_MOST_CHARACTERS:]
         logger.warning("sample %s: %s: %s", sample.sample_id, failure.reason, detail)

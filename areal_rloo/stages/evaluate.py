@@ -112,13 +112,14 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def interval_of(record: EvalRecord) -> tuple[float, float]:
-    """Return the interval of 95 % of the accuracy.
+    """Return the interval of 95 % of the accuracy, or of the reward if that is the result.
 
     That of Wilson (1927) for a share: it stays between 0 and 1, and has a width if all prompts agree. The number of
     prompts is the one that gives a share the measured standard error, so several samples of a prompt count for little.
     """
-    mean, error = record.accuracy, record.accuracy_error
-    if not 0 <= mean <= 1:  # a reward
+    name, mean = record.result
+    error = record.reward_error
+    if name != "accuracy":
         return mean - _ERRORS * error, mean + _ERRORS * error
     num = mean * (1 - mean) / error**2 if error > 0 and 0 < mean < 1 else record.num_prompts
     square = _ERRORS**2 / num
@@ -127,8 +128,10 @@ def interval_of(record: EvalRecord) -> tuple[float, float]:
 
 
 def words(record: EvalRecord) -> str:
-    """Say an evaluation in a line: the accuracy with the interval of 95 %, and the shares over several samples."""
-    more = [f"{record.num_prompts:,} prompts"]
+    """Say an evaluation in a line: the result with the interval of 95 %, and the shares over several samples."""
+    name, number = record.result
+    more = [] if name == "accuracy" or math.isnan(record.accuracy) else [f"accuracy {record.accuracy:.3f}"]
+    more.append(f"{record.num_prompts:,} prompts")
     if record.num_samples > 1:
         more += [f"{record.num_samples} samples each", f"pass@{record.num_samples} {record.pass_share:.3f}"]
         if not math.isnan(record.majority_share):
@@ -137,7 +140,7 @@ def words(record: EvalRecord) -> str:
     if record.num_failed:
         more.append(f"{record.num_failed} samples failed")
     interval = ""
-    if not math.isnan(record.accuracy_error):
+    if not math.isnan(record.reward_error):
         least, most = interval_of(record)
         interval = f" ({least:.3f} to {most:.3f})"
-    return f"{record.name}: accuracy {record.accuracy:.3f}{interval}; {', '.join(more)}"
+    return f"{record.name}: {name} {number:.3f}{interval}; {', '.join(more)}"

@@ -325,16 +325,16 @@ def _fallen(evaluations: Sequence[EvalRecord]) -> Iterator[_Judgement]:
     if len(evaluations) <= 2 or evaluations[-1].num_prompts < _LEAST_PROMPTS:
         return
     *earlier, before, last = evaluations
-    best = max(earlier, key=lambda record: record.accuracy)
+    best = max(earlier, key=lambda record: record.reward)
     falls = [
-        record.accuracy < best.accuracy - _ERRORS * math.hypot(best.accuracy_error, record.accuracy_error)
+        record.reward < best.reward - _ERRORS * math.hypot(best.reward_error, record.reward_error)
         for record in (before, last)
     ]
     yield _judged(
         "accuracy_fell",
         all(falls),
-        f"the accuracy on {best.name} fell from {best.accuracy:.3f} (version {best.policy_version}) to "
-        f"{last.accuracy:.3f}",
+        f"the {last.result[0]} on {best.name} fell from {best.reward:.3f} (version {best.policy_version}) to "
+        f"{last.reward:.3f}",
         f"start again with a lower learner.optimizer.learning_rate; or move the checkpoints after version "
         f"{best.policy_version} away, if there is one before, and resume with a lower rate",
     )

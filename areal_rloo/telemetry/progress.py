@@ -153,12 +153,12 @@ class Progress:
         left = self._num_train_steps - train.num_train_steps
         eta_s = left * train.wall_s / max(1, train.num_train_steps)
         eta = f"{int(eta_s) // 60}:{int(eta_s) % 60:02d}" if 0 <= eta_s < _MOST_FIXED else "-"
-        accuracy = f"{self._evals[-1].accuracy:.3f}@v{self._evals[-1].policy_version}" if self._evals else "-"
+        newest = f"{self._evals[-1].result[1]:.3f}@v{self._evals[-1].policy_version}" if self._evals else "-"
         bound = bound_of([*self._recent])
         dropped = sum(train.ledger.dropped.values()) / max(1, train.ledger.admitted)
         return (
             f"step {train.num_train_steps}/{self._num_train_steps}  epoch {_fixed(train.epoch, 2)}  ETA {eta}  "
-            f"reward {_fixed(train.reward_mean, 3)}  eval {accuracy}  {_fixed(train.trained_tokens_per_s, 0)} tok/s  "
+            f"reward {_fixed(train.reward_mean, 3)}  eval {newest}  {_fixed(train.trained_tokens_per_s, 0)} tok/s  "
             f"staleness {_fixed(train.staleness_mean, 2)} (max {train.staleness_max})"
             f"{f'  dropped {100 * dropped:.0f} %' if dropped >= 0.005 else ''}"
             f"{'' if bound is None else f'  {bound.name} ({bound.waits})'}"
@@ -171,7 +171,10 @@ def _fixed(value: float, num_digits: int) -> str:
 
 def evaluation_line(record: EvalRecord) -> str:
     """Give the result of an evaluation as a line."""
-    line = f"evaluation: version {record.policy_version}, {record.name} accuracy {record.accuracy:.3f}"
+    name, number = record.result
+    line = f"evaluation: version {record.policy_version}, {record.name} {name} {_fixed(number, 3)}"
+    if name != "accuracy" and not math.isnan(record.accuracy):
+        line += f", accuracy {record.accuracy:.3f}"
     if record.num_samples > 1:
         line += f", pass@{record.num_samples} {record.pass_share:.3f}, maj@{record.num_samples} "
         line += "-" if math.isnan(record.majority_share) else f"{record.majority_share:.3f}"

@@ -34,7 +34,9 @@ _PASSES = Chart("Tokens forward and backward per second of training")
 _MFU = Chart("Model FLOPs utilization (MFU)")
 _IDLE = Chart("Idle seconds since the start")
 _WAITS = Chart("Share of the time that a half waits for the other", whole=True)
+_ALIKE = 1e-6
 _ACCURACY = Chart("Held-out accuracy by policy version")
+_REWARD = Chart("Held-out reward by policy version")
 _PASS = Chart("Prompts with a right sample: pass@k", whole=True)
 _MAJORITY = Chart("Prompts whose majority is right: maj@k", whole=True)
 DROP_REASONS = (
@@ -112,7 +114,7 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     trained_tokens: Annotated[int, Metric("Completion tokens in the loss of this step", "tokens", "sum")]
     trained_tokens_per_s: Annotated[float, Metric("Trained on since the last record", "tokens/s", chart=_SPEED)]
     zero_variance_group_share: Annotated[
-        float, Metric("Groups whose rewards are all equal", "share", healthy=(0, 0.9), chart=_SHARES)
+        float, Metric("Groups whose rewards are all equal", "share", healthy=(0, 0.8), chart=_SHARES)
     ]
     truncated_share: Annotated[
         float, Metric("Trajectories ended by the token limit", "share", chart=_SHARES, curve="truncated completions")
@@ -197,8 +199,12 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     name: Annotated[str, Label("set")]
     policy_version: Annotated[int, Metric("Lowest version of the weights that was measured", "versions")]
     policy_version_max: Annotated[int, Metric("Highest version of the weights that was measured", "versions")]
-    accuracy: Annotated[float, Metric("Mean reward on a held-out set", chart=_ACCURACY)]
-    accuracy_error: Annotated[float, Metric("Standard error of the accuracy over the prompts")]
+    accuracy: Annotated[
+        float, Metric("Right samples, with a reward of 1; NaN if a reward is not from 0 to 1", "share", chart=_ACCURACY)
+    ]
+    accuracy_error: Annotated[float, Metric("Standard error of the accuracy over the prompts", "share")]
+    reward: Annotated[float, Metric("Mean reward on a held-out set", chart=_REWARD)]
+    reward_error: Annotated[float, Metric("Standard error of the reward over the prompts")]
     num_prompts: Annotated[int, Metric("Prompts of the held-out set")]
     num_samples: Annotated[int, Metric("Samples of each prompt", "samples")]
     num_failed: Annotated[int, Metric("Samples without a reward, counted as wrong", "samples", healthy=(0, 0))]
@@ -206,6 +212,12 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     majority_share: Annotated[float, Metric("Prompts whose majority answer is right: maj@k", "share", chart=_MAJORITY)]
     completion_tokens_mean: Annotated[float, Metric("Mean completion length", "tokens")]
     wall_s: Annotated[float, Metric("Time of the evaluation", "s")]
+
+    @property
+    def result(self) -> tuple[str, float]:
+        """The number that says how good the policy is, with its name: the accuracy if each reward was 0 or 1."""
+        is_share = abs(self.accuracy - self.reward) < _ALIKE
+        return ("accuracy", self.accuracy) if is_share else ("reward", self.reward)
 
 
 Record = TrainRecord | EvalRecord

@@ -9,13 +9,17 @@ from pathlib import Path
 
 import msgspec
 
-from areal_rloo.files import write_atomically
+from areal_rloo.decoding import from_json
+from areal_rloo.errors import DecodeError
+from areal_rloo.files import read_regular, write_atomically
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import EvalRecord, LedgerCounts, TrainRecord
 
 SUMMARY_NAME = "summary.json"
 _EARLIER_NAME = ".summary-before.json"
-_EVALUATION = ("name", "policy_version", "accuracy", "num_prompts", "num_samples", "pass_share", "majority_share")
+_EVALUATION = (
+    *("name", "policy_version", "accuracy", "reward", "num_prompts", "num_samples", "pass_share", "majority_share"),
+)
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +70,17 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             "failed_checkpoints": self.failed_checkpoints,
         }
         write_atomically(path, msgspec.json.format(msgspec.json.encode(numbers), indent=2) + b"\n")
+
+
+def exit_reason_of(folder: Path) -> str:
+    """Give the reason in the summary of a run; empty while the run goes on."""
+    with contextlib.suppress(OSError, DecodeError):
+        return from_json(read_regular(folder / SUMMARY_NAME), _Ended).exit_reason
+    return ""
+
+
+class _Ended(msgspec.Struct):
+    exit_reason: str
 
 
 def set_summary_aside(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 A process writes its file when it serves, and removes the file when it ends well. The file of a crashed process stays,
 so Prometheus finds the target down, until the run starts again or has ended well. All runs share a folder, because
-Prometheus accepts a pattern for file names alone.
+Prometheus accepts a pattern for file names alone. A link in the run folder leads there from any working folder.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from areal_rloo.telemetry.logs import get_logger
 logger = get_logger(__name__)
 
 _EVERYWHERE = ("0.0.0.0", "::")
+_LINK = "targets"  # in the run folder
 
 
 class Group(msgspec.Struct):
@@ -48,9 +49,23 @@ class Targets:
     def __init__(self, config: Config, run_folder: Path) -> None:
         """No file is written if `targets_folder` is null."""
         folder, self._host = config.telemetry.targets_folder, config.telemetry.metrics_host
-        self._folder, self._run = None if folder is None else Path(folder), run_folder.resolve()
+        self._run, self._configured = run_folder.resolve(), None if folder is None else Path(folder).absolute()
+        link = self._run / _LINK
+        self._folder = link.readlink() if link.is_symlink() else self._configured
         self._run_id = f"{zlib.crc32(bytes(self._run)):08x}"  # folders can have equal names
         self._prefix = f"{self._run.name}-{self._run_id}."
+
+    def begin(self) -> None:
+        """Begin a start of the run: remove the files of the last one, which may have had another working folder."""
+        self.remove()
+        self._folder = self._configured
+        link = self._run / _LINK
+        try:
+            link.unlink(missing_ok=True)
+            if self._folder is not None:
+                link.symlink_to(self._folder)
+        except OSError as error:
+            logger.warning("%s cannot be made, so only this working folder finds the metrics: %s", link, error)
 
     def add(self, process: str, port: int) -> None:
         """Write the file of a process; a disk without room costs the file alone."""

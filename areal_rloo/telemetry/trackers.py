@@ -52,7 +52,7 @@ _TRL = {
     "loss": "train/loss",
     "train_step_s": "train/step_time",
     "generated_tokens": "train/num_tokens",
-    "accuracy": "eval/{set}_reward",
+    "reward": "eval/{set}_reward",
 }
 _VERL = {
     "reward_mean": "critic/rewards/mean",
@@ -71,7 +71,7 @@ _VERL = {
     "train_step_s": "timing_s/step",
     "model_flops_share": "perf/mfu/actor",
     "num_train_steps": "training/global_step",
-    "accuracy": "val-core/{set}/reward/mean@1",
+    "reward": "val-core/{set}/reward/mean@1",
 }
 _NAMES: Mapping[str, Mapping[str, str]] = {"areal_rloo": {}, "trl": _TRL, "verl": _VERL}
 
@@ -219,7 +219,7 @@ def numbers_of(record: Record, *, names: str) -> Iterator[tuple[str, float]]:
     """
     of_set = record.name if isinstance(record, EvalRecord) else None
     group = "train" if of_set is None else f"evaluation/{of_set}"
-    known = {field: name for field, name in _NAMES[names].items() if (field == "accuracy") == (of_set is not None)}
+    known = {field: name for field, name in _NAMES[names].items() if (field == "reward") == (of_set is not None)}
     for declared in declared_metrics(type(record)):
         value = attrgetter(declared.field)(record)
         by_label = value if isinstance(value, dict) else {None: value}

@@ -53,6 +53,7 @@ class TrajectoryRecord(msgspec.Struct, frozen=True, kw_only=True):
     source: str  # name of the data source
     epoch: int
     item_index: int  # place in the data
+    expected: str = ""  # the answer in the data, the middle left out if long
     prompt: str  # decoded
     pieces: list[str]  # decoded text of each completion token
     token_ids: list[int]

@@ -1,4 +1,4 @@
-"""How many rollout workers a run should have: the launcher notes the number, the learner serves it to Prometheus.
+"""What the launcher notes, and the learner serves to Prometheus: how many rollout workers a run should have, restarts.
 
 A worker that dies before it serves metrics is in no list of targets, so only this number shows that it is missing.
 """
@@ -24,11 +24,14 @@ class LauncherStatistics(msgspec.Struct, frozen=True, kw_only=True):
     metrics_prefix: ClassVar[str] = "launcher_"
 
     num_workers: Annotated[int, Metric("Rollout workers that the launcher keeps running")]
+    restarts: Annotated[
+        dict[str, int], Metric("Times the launcher has restarted a process", kind="counter", label="restarted")
+    ] = {}
 
 
-def note_wanted(folder: Path, num_workers: int) -> None:
-    """Note the number of workers; raises OSError if the disk refuses."""
-    write_atomically(folder / _NAME, msgspec.json.encode(LauncherStatistics(num_workers=num_workers)))
+def note_wanted(folder: Path, statistics: LauncherStatistics) -> None:
+    """Note the numbers; raises OSError if the disk refuses."""
+    write_atomically(folder / _NAME, msgspec.json.encode(statistics))
 
 
 def read_wanted(folder: Path, otherwise: int) -> LauncherStatistics:

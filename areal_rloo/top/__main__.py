@@ -45,7 +45,7 @@ def _follow(folder: Path, *, once: bool) -> None:
     check_run(folder)
     config = load_config(str(folder / "config.yaml"))
     health, tail, fleet = Health(config, breaks_of(folder)), RecordTail(folder / "metrics.jsonl"), Fleet()
-    targets, records = Targets(config, folder), list[Record]()
+    records = list[Record]()
     newest = -1  # step
 
     def shown() -> RenderableType:
@@ -57,10 +57,10 @@ def _follow(folder: Path, *, once: bool) -> None:
                     records = [one for one in records if one.policy_version < record.policy_version]
                 newest = record.policy_version
             records.append(record)
-        return screen(folder, config, records, fleet.look(targets.read()), health.present)
+        return screen(folder, config, records, fleet.look(Targets(config, folder).read()), health.present)
 
     if once:
-        fleet.look(targets.read())  # a rate needs two looks
+        fleet.look(Targets(config, folder).read())  # a rate needs two looks
         time.sleep(_BETWEEN_S)
         Console().print(shown())
         return

@@ -15,6 +15,7 @@ from areal_rloo.inspect.shown import visible_line
 from areal_rloo.telemetry.bound import WINDOW, bound_of
 from areal_rloo.telemetry.health import Symptom
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
+from areal_rloo.telemetry.summary import exit_reason_of
 from areal_rloo.top.fleet import Process
 
 _SHOWN = (
@@ -42,10 +43,11 @@ def screen(
 def _state(folder: Path, config: Config, train: Sequence[TrainRecord], evaluations: dict[str, EvalRecord]) -> str:
     done = train[-1].num_train_steps if train else 0
     words = [f"{folder.resolve().name}: step {done}/{config.learner.num_train_steps}"]
+    words += [f"ended: {visible_line(reason)}"] if (reason := exit_reason_of(folder)) else []
     bound = bound_of(train[-WINDOW - 1 :])
     words += [] if bound is None else [f"{bound.name} ({bound.waits})"]
     words += [
-        f"{visible_line(name)} {one.accuracy:.3f} at version {one.policy_version}" for name, one in evaluations.items()
+        f"{visible_line(name)} {one.result[1]:.3f} at version {one.policy_version}" for name, one in evaluations.items()
     ]
     return "; ".join(words)
 
@@ -71,7 +73,7 @@ def _numbers(train: Sequence[TrainRecord]) -> Table:
 
 def _processes(processes: Sequence[Process]) -> Table:
     table = Table(box=None, header_style="dim")
-    for title in ("process", "version", "decoding", "waiting", "tokens/s", "idle", "memory", "cores"):
+    for title in ("process", "version", "decoding", "waiting", "scoring", "tokens/s", "idle", "memory", "cores"):
         table.add_column(title, justify="left" if title == "process" else "right")
     for one in processes:
         if not one.now.numbers:
@@ -84,6 +86,7 @@ def _processes(processes: Sequence[Process]) -> Table:
             number(version),
             number(one.value("engine_num_running")),
             number(one.value("engine_num_waiting")),
+            number(one.value("reward_waiting")),
             number(one.per_second("engine_generated_tokens_total")),
             "-" if idle is None else f"{100 * min(1.0, idle):.0f} %",
             f"{(one.value('process_resident_memory_bytes') or 0) / 2**30:.2f} GiB",

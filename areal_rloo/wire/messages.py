@@ -42,7 +42,7 @@ from msgspec import Meta
 from areal_rloo.trajectory import Item, Purpose, SampleId, Trajectory, purpose_of
 from areal_rloo.wire.columns import MOST_TOKENS, Extremes
 
-WIRE_VERSION = 10
+WIRE_VERSION = 11
 
 # The codec refuses other values: sums of many stay exact, and a peer's text cannot grow without end.
 MOST_COUNT, MOST_SECONDS = 2**53, 1e12
@@ -160,6 +160,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     newest_offer: Count  # highest id of an offer of weights seen from this learner
     receiving: bool  # True while a version is being received
     work: Work
+    num_decoding: Count = 0  # completions; the samples beside them wait for rewards, tools, agents, or a place
 
 
 class Finished(NamedTuple):

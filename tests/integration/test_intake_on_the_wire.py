@@ -242,7 +242,7 @@ def test_a_learner_that_was_blocked_welcomes_a_restarted_worker_at_once(tmp_path
         worker.channel.close()
 
     asyncio.run(scenario())
-    refused = intake.fleet.statistics().refused_workers
+    refused = intake.fleet.statistics(0.0).refused_workers
     intake.stop_workers(0)
     intake.close()
     assert refused == {}

@@ -19,6 +19,7 @@ pytestmark = [
 USER = """
 import asyncio
 import random
+import time
 from pathlib import Path
 
 import msgspec
@@ -31,6 +32,10 @@ def noise(completion_ids):
 
 def huge(completion_ids):
     return 1e12 * noise(completion_ids)
+
+def slow(completion_ids):
+    time.sleep(0.5)
+    return noise(completion_ids)
 
 def unsteady(completion_ids):
     # Fails now and then, then mostly on the host of a worker, until all is mended.
@@ -114,6 +119,15 @@ def user(tmp_path: Path) -> Path:
             {"late": {"TokensPastTheBound", "Unhealthy"}, "wrong": {"StepsSkipped"}, "idle": {"RolloutIdle"}},
             {"late": {"stale"}},
             id="steps",
+        ),
+        pytest.param(
+            {
+                "slow": ("data.train.rewards=[{{function: {user}:slow}}]",),
+                "starved": ("rollout.num_slots=1",),
+            },
+            {"slow": {"RewardsSaturated"}, "starved": {"LearnerStarved"}},
+            {},
+            id="halves",
         ),
     ],
 )

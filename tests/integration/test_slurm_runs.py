@@ -87,6 +87,14 @@ def test_a_job_that_cannot_start_says_why(submit: Callable[..., Run], cluster: S
     assert re.search(r"job \d+ waits: JobHeldUser \(squeue --jobs \d+\)", output), output
 
 
+def test_a_refused_job_leaves_no_folder(submit: Callable[..., Run]) -> None:
+    run = submit(*ON_ONE_NODE, "launcher.slurm.partition=nowhere")
+    code, output = run.wait()
+    assert code == 2, output
+    assert "sbatch refuses the job" in output
+    assert not run.folder.exists()
+
+
 def test_the_time_limit_signal_requeues_and_scancel_drains(submit: Callable[..., Run], cluster: SlurmCluster) -> None:
     """`--wait` continues after the requeue."""
     run = submit(

@@ -27,6 +27,13 @@ HEALTHY: dict[str, tuple[str, str]] = {
     P + "last_train_step_timestamp_seconds{": (_LEARNER, f"0+15x{_NUM}"),
     P + "long_train_step_seconds{": (_LEARNER, f"16x{_NUM}"),
     P + "train_steps_left{": (_LEARNER, f"50x{_NUM}"),
+    P + "policy_version{": (_LEARNER, f"0+1x{_NUM}"),
+    P + "checkpoint_newest_version{": (_LEARNER, " ".join(f"{25 * ((n - 2) // 25)}" for n in range(_NUM + 1))),
+    P + "checkpoint_every_n_steps{": (_LEARNER, f"25x{_NUM}"),
+    P + "checkpoint_newest_bytes{": (_LEARNER, f"3e9x{_NUM}"),
+    P + "reward_waiting{": (_WORKER, f"10x{_NUM}"),
+    P + "reward_num_processes{": (_WORKER, f"2x{_NUM}"),
+    P + "reward_busy_seconds_total{": (_WORKER, f"0+15x{_NUM}"),
     P + "fleet_num_workers{": (_LEARNER, f"1x{_NUM}"),
     P + "launcher_num_workers{": (_LEARNER, f"1x{_NUM}"),
     P + 'idle_share{half="learner",': (_LEARNER, f"0.1x{_NUM}"),
@@ -89,6 +96,12 @@ CAUSES: dict[str, dict[str, str]] = {
     "NoRolloutWorker": {P + "fleet_num_workers{": f"1x99 0x{_NUM - 100}"},
     "StepsSkipped": {P + "skipped_steps_total{": _AT_38_MIN},
     "CheckpointNotWritten": {P + "failed_checkpoints_total{": _AT_38_MIN},
+    "CheckpointOld": {P + "checkpoint_newest_version{": f"25x{_NUM}"},
+    "LearnerStarved": {
+        P + 'idle_share{half="learner",': f"0.9x{_NUM}",
+        P + "engine_idle_seconds_total{": f"0+1x{_NUM}",
+    },
+    "RewardsSaturated": {P + "reward_busy_seconds_total{": f"0+29x{_NUM}"},
     "Hang": {P + "watchdog_hangs_total{": _AT_38_MIN},
     "TurnMissed": {P + "turn_missed_total{": _AT_38_MIN},
     "SharedMemoryFull": {P + "weights_missing_memory_bytes{": f"1000x{_NUM}"},
@@ -197,6 +210,16 @@ def test_a_lost_worker_needs_a_person_less_than_a_lost_learner(tmp_path: Path) -
         found = f'ALERTS{{alertname="TargetDown",severity="{severity}"}}'
         look["promql_expr_test"][0]["expr"] = f"max by (alertname) ({found})"
         assert _run([look], tmp_path) == ""
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_full(tmp_path: Path) -> None:
+    large = {P + "checkpoint_newest_bytes{": f"6e10x{_NUM}"}
+    assert _run([_fires(_series(large), 40, {"DiskFull"}, "at 40 min")], tmp_path) == ""
+
+
+def test_a_run_without_checkpoints_has_no_old_one(tmp_path: Path) -> None:
+    none = {P + "checkpoint_newest_version{": f"0x{_NUM}", P + "checkpoint_every_n_steps{": f"0x{_NUM}"}
+    assert _run([_fires(_series(none), 40, set(), "at 40 min")], tmp_path) == ""
 
 
 def test_memory_that_jumps_after_the_start_is_no_growth(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from support.metric_names import all_metrics, metric_names
 from support.monitoring import GRAFANA, MONITORING, dashboards, expressions, panels, rules
 
 from areal_rloo.learner import __main__ as learner
-from areal_rloo.report.dashboards import dashboard, read_panels
+from areal_rloo.report.dashboards import dashboard, linked, read_panels
 from areal_rloo.telemetry.metric import PREFIX
 
 _OF_A_PROCESS = '{{ if eq $labels.process "learner" }}critical{{ else }}warning{{ end }}'
@@ -57,18 +57,37 @@ def test_every_healthy_range_has_an_alert_at_its_end() -> None:
 
 
 def test_every_alert_on_the_height_of_a_metric_has_a_healthy_range() -> None:
-    """Alerts on drops by reason and on missing steps use rates, which have no healthy range."""
+    """Alerts on drops by reason and on missing steps use rates, others compare two numbers."""
+    others = {"NoTrainStep", "SamplesDropped", "RolloutIdle", "CodeDiffers", "WorkerMissing", "DiskFull"}
+    others |= {"CheckpointOld", "LearnerStarved", "RewardsSaturated"}
     healthy = {declared.name for declared in all_metrics() if declared.metric.healthy is not None}
     for alert, expr in _alerts().items():
-        if alert not in {"NoTrainStep", "SamplesDropped", "RolloutIdle", "CodeDiffers", "WorkerMissing"}:
+        if alert not in others:
             assert set(re.findall(rf"{PREFIX}\w+", expr)) <= healthy, alert
 
 
 def test_a_number_that_is_missing_silences_no_alert_on_an_average() -> None:
-    always = {f"{PREFIX}{name}" for name in ("masked_token_share", "zero_variance_group_share", "idle_share")}
+    names = ("masked_token_share", "zero_variance_group_share", "idle_share", "reward_waiting")
+    always = {f"{PREFIX}{name}" for name in names}
     keeping = {declared.name for declared in all_metrics() if declared.metric.keeps}
     for expression in (rule["expr"] for rule in rules()):
         assert set(re.findall(rf"avg_over_time\(({PREFIX}\w+)", expression)) <= always | keeping
+
+
+def test_every_alert_links_to_a_panel_of_its_numbers() -> None:
+    """The file is written by `python -m areal_rloo.report.dashboards launcher/monitoring/grafana`."""
+    pages = [dashboard(uid, page) for uid, page in read_panels(GRAFANA).items()]
+    written = (MONITORING / "prometheus" / "alerts.yml").read_text(encoding="utf-8")
+    assert written == linked(written, pages)
+    by_uid = {page["uid"]: {panel["id"]: panel for panel in page["panels"]} for page in pages}
+    for rule in rules():
+        uid, panel_id, run = re.fullmatch(  # type: ignore[union-attr]
+            r"/d/([a-z-]+)\?viewPanel=(\d+)&var-run=(.*)", rule["annotations"]["dashboard"]
+        ).groups()
+        shown = " ".join(target["expr"] for target in by_uid[uid][int(panel_id)]["targets"])
+        named = set(re.findall(r"areal_rloo_\w+|process_\w+|\bup\b", rule["expr"]))
+        assert named & set(re.findall(r"\w+", shown)), rule["alert"]
+        assert run == "{{ $labels.run }}"
 
 
 def test_every_alert_has_a_severity_and_a_summary() -> None:

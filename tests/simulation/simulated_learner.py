@@ -89,7 +89,7 @@ class SimulatedLearner:
             lies=Lies(config, vocab_size=10**6),  # tokens are ids of weights
         )
         self._met: set[str] = set()
-        self._counted = FleetStatistics(num_workers=0, refused_workers={}, set_aside=0)
+        self._counted = FleetStatistics(num_workers=0, silent_s={}, refused_workers={}, set_aside=0)
         self._batch: list[Group] | None = None
         self._commits_by_s: float | None = None  # a step waits for partial rollouts, until then at most
         self._begun: dict[int, wire.WeightsNotice] = {}  # by offer id
@@ -319,7 +319,7 @@ class SimulatedLearner:
         """Check the ledger, the admission and who holds what."""
         ledger, fleet = self.intake.ledger, self.intake.fleet
         self._met |= fleet.alive.keys()
-        self._count(fleet.statistics())
+        self._count(fleet.statistics(0.0))
         if lies := self.intake.lies.statistics().refused_answers:
             raise ViolationError(f"an honest worker is taken for a liar: {lies}")
         if any(sample.num_attempts < 0 for group in ledger.groups.values() for sample in group.samples.values()):

@@ -105,6 +105,8 @@ def eval_record() -> EvalRecord:
         policy_version_max=4,
         accuracy=0.625,
         accuracy_error=0.034,
+        reward=0.625,
+        reward_error=0.034,
         num_prompts=200,
         num_samples=1,
         num_failed=0,

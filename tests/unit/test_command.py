@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -174,6 +175,16 @@ def test_resume_without_a_recorded_launcher_asks_for_it(tmp_path: Path) -> None:
 )
 def test_a_shell_completes_words(words: list[str], expected: list[str]) -> None:
     assert candidates(words) == expected
+
+
+@pytest.mark.parametrize("name", sorted(set(command.PROGRAMS) - {"quickstart"}))
+def test_a_shell_completes_the_flags_of_a_program(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main([name, "--help"])
+    told = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out.partition("examples:")[0]))
+    assert "--help" in (found := candidates([name, "--"]))
+    assert set(found) <= told
+    assert capsys.readouterr().out == "", "and the program does not run"
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")

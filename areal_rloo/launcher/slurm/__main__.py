@@ -7,6 +7,7 @@ job.py runs inside the job. `--dry-run` prints the script and starts nothing. Wi
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import shutil
 import signal
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     if shutil.which("sbatch") is None:
         raise PreflightError("sbatch: not found in PATH; run this on a login node of a Slurm cluster")
     check_writable(config, folder)
+    is_new = not folder.exists()
     make_run_folder(folder)
     output = folder / _output_name(config, "0")
     submitted.write_text(dump_config(config), encoding="utf-8")
@@ -71,6 +73,10 @@ def main(arguments: Sequence[str]) -> int:
         _, job_id = _submitted(job_script)
     except PreflightError:
         submitted.unlink()  # no job has this file
+        if is_new:
+            job_script.unlink()
+            with contextlib.suppress(OSError):  # somebody has written there since
+                folder.rmdir()
         raise
     except KeyboardInterrupt:  # before sbatch answered, so the job may be in the queue or not
         words = "stopped while sbatch submitted the job; `squeue --me` says whether it is queued"

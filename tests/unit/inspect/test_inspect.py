@@ -351,6 +351,12 @@ def test_each_token_has_a_line_with_its_version_and_logprob(make_trajectory: Mak
     assert any(re.search(r"1 +101 +v8 +- +⟦“b”⟧ +not by the policy$", line) for line in lines)
 
 
+def test_the_expected_answer_is_beside_the_completion(make_trajectory: MakeTrajectory) -> None:
+    words = " ".join(shown(make_trajectory(expected="#### 7"), View()).split())
+    assert re.search("expected answer.*#### 7$", words)
+    assert "expected" not in shown(make_trajectory(), View())
+
+
 def test_a_long_completion_is_shortened_unless_full(make_trajectory: MakeTrajectory) -> None:
     record = make_trajectory(pieces=[f" {index}" for index in range(1000)], versions=[[3, 500], [4, 500]])
     short = shown(record, View())
@@ -380,7 +386,7 @@ def test_shown_text_has_no_control_characters(text: str) -> None:
 def test_hostile_text_in_a_record_is_shown_as_text(make_trajectory: MakeTrajectory, view: View) -> None:
     record = make_trajectory(
         pieces=[HOSTILE], prompt=HOSTILE, source=HOSTILE, detail=HOSTILE, dropped=HOSTILE, finish_reason=HOSTILE,
-        reward_parts={HOSTILE: 1.0},
+        reward_parts={HOSTILE: 1.0}, expected=HOSTILE,
     )  # fmt: skip
     text = shown(record, view)
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)

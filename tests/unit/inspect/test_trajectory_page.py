@@ -83,7 +83,7 @@ def test_the_page_covers_the_whole_run_and_rare_drops(make_trajectory: MakeTraje
 def test_the_page_loads_nothing_and_shows_hostile_text_as_text(tmp_path: Path, make_trajectory: MakeTrajectory) -> None:
     hostile = make_trajectory(
         pieces=[HOSTILE, "b"], prompt=HOSTILE, source=HOSTILE, detail=HOSTILE, dropped=HOSTILE, finish_reason=HOSTILE,
-        reward_parts={HOSTILE: math.nan}, spans=[1, 1],
+        reward_parts={HOSTILE: math.nan}, spans=[1, 1], expected=HOSTILE,
     )  # fmt: skip
     text = write_page(tmp_path, [make_trajectory(), hostile]).read_text()
     page = Page(text)
@@ -102,8 +102,9 @@ def test_without_scripts_the_page_shows_all_facts_of_a_trajectory(
     tmp_path: Path, make_trajectory: MakeTrajectory
 ) -> None:
     record = make_trajectory(
-        pieces=["one", " tool", " two"], versions=[[7, 2], [8, 1]], spans=[1, 1, 1], reward_parts={"format": 0.25}
-    )
+        pieces=["one", " tool", " two"], versions=[[7, 2], [8, 1]], spans=[1, 1, 1], reward_parts={"format": 0.25},
+        expected="it is 7",
+    )  # fmt: skip
     dropped = make_trajectory(dropped="reward_error", detail="Traceback: no", advantage=None, reward=None)
     text = write_page(tmp_path, [record, dropped]).read_text()
     page = Page(text)
@@ -112,6 +113,7 @@ def test_without_scripts_the_page_shows_all_facts_of_a_trajectory(
         "What is 3 + 4?",
         "one tool two",
         "format 0.25",
+        "it is 7",
         "version 7: 2 tokens",
         "+0.5",
         "40/3",

@@ -45,7 +45,7 @@ def _stalls(intake: Intake) -> None:
 
 
 def _holds_for_too_long(intake: Intake) -> None:
-    while intake.fleet.statistics().set_aside == 0:
+    while intake.fleet.statistics(0.0).set_aside == 0:
         now_s = intake.fleet.alive["w"].last_heard_s + 1.0
         duties, work = digest(intake.fleet.alive["w"].duties), Work(0.0, int(now_s))
         intake.handle("w", Heartbeat(LEARNER, 2, MOST_COUNT, duties, 0, 0, receiving=False, work=work), now_s)
@@ -77,7 +77,7 @@ def _is_to_blame(intake: Intake) -> None:
     intake.handle("good", _hello("good", capacity=1), 0.0)
     others = [duty for duty in sorted(intake.fleet.alive["w"].duties) if duty.group_id > 0]
     fail(intake, "w", others[:LAST_OUTCOMES], "reward_error")
-    assert intake.fleet.statistics().set_aside == 1
+    assert intake.fleet.statistics(0.0).set_aside == 1
 
 
 LOSSES: list[tuple[Callable[[Intake], None], bool]] = [

@@ -60,7 +60,7 @@ def test_samples_held_for_too_long_go_elsewhere_whatever_the_progress() -> None:
     assert sent == [("hog", Abort(LEARNER, tuple(held)))]
     assert 800.0 < ended_s <= 910.0, "an eighth and a tick later at most"
     assert not intake.fleet.alive["hog"].gets_leases
-    assert intake.fleet.statistics().set_aside == 1
+    assert intake.fleet.statistics(0.0).set_aside == 1
 
 
 def test_samples_within_the_limit_of_their_episode_stay() -> None:
@@ -91,7 +91,7 @@ def test_a_worker_with_new_leases_and_results_is_never_overdue() -> None:
         if second % 300 == 0:
             duties = duties_of(fail(intake, "w", duties, "episode_error", now_s=float(second)), "w")
         assert intake.tick(float(second)) == []
-    assert intake.fleet.statistics().set_aside == 0
+    assert intake.fleet.statistics(0.0).set_aside == 0
 
 
 def _evaluating(num_prompts: int) -> tuple[Intake, list[Duty]]:
@@ -114,7 +114,7 @@ def test_a_worker_with_a_long_evaluation_is_not_overdue() -> None:
             training = [duty for duty in intake.fleet.alive["w"].duties if duty.purpose == "train"]
             fail(intake, "w", training, "reward_unavailable", now_s=float(second))
         intake.tick(float(second))
-    assert intake.fleet.statistics().set_aside == 0
+    assert intake.fleet.statistics(0.0).set_aside == 0
 
 
 def test_a_worker_that_answers_all_but_the_evaluation_is_overdue() -> None:
@@ -125,7 +125,7 @@ def test_a_worker_that_answers_all_but_the_evaluation_is_overdue() -> None:
         training = [duty for duty in intake.fleet.alive["w"].duties if duty.purpose == "train"]
         fail(intake, "w", training, "reward_unavailable", now_s=float(second))
         sent += [each for each in intake.tick(float(second)) if isinstance(each.message, Abort)]
-    assert intake.fleet.statistics().set_aside >= 1
+    assert intake.fleet.statistics(0.0).set_aside >= 1
     assert set(held) <= {duty for each in sent for duty in each.message.duties}  # type: ignore[union-attr]
 
 
@@ -135,7 +135,7 @@ def test_coming_anew_does_not_make_samples_younger(how: str) -> None:
     intake = make_intake(make_offers(), *ONE_GROUP, "wire.stall_timeout_s=60", "rollout.episode.timeout_s=740")
     intake.handle("hog", _hello("hog"), 0.0)
     second = 0
-    while intake.fleet.statistics().set_aside == 0:
+    while intake.fleet.statistics(0.0).set_aside == 0:
         second += 1
         assert second < 1000
         intake.handle("hog", heartbeat(intake.fleet.alive["hog"].duties, tokens=second), float(second))
@@ -160,7 +160,7 @@ def test_coming_again_does_not_end_the_time_without_leases() -> None:
     bad = duties_of(intake.handle("bad", _hello("bad"), 0.0), "bad")
     for _ in range(LAST_OUTCOMES // 2):
         bad = duties_of(fail(intake, "bad", bad), "bad")
-    assert intake.fleet.statistics().set_aside == 1
+    assert intake.fleet.statistics(0.0).set_aside == 1
     intake.handle("bad", Goodbye(LEARNER, Work()), 1.0)
     for incarnation in ("1", "2"):
         peer = "bad" if incarnation == "1" else "bad again"
@@ -178,7 +178,7 @@ def test_a_worker_that_fails_while_others_restart_is_set_aside_once() -> None:
     for _ in range(LAST_OUTCOMES):
         bad = duties_of([*fail(intake, "bad", bad), *intake.tick(1.0)], "bad")
     assert bad == []
-    assert intake.fleet.statistics().set_aside == 1
+    assert intake.fleet.statistics(0.0).set_aside == 1
     intake.handle("bad", heartbeat(intake.fleet.alive["rollout-0"].duties, tokens=1), 300.0)
     bad = duties_of(intake.tick(300.0), "bad")  # the other is gone for good
     with pytest.raises(UserError, match="got no reward"):
@@ -194,7 +194,7 @@ def test_strangers_that_come_first_do_not_end_the_run(num_expected: int, num_str
         duties = duties_of(intake.handle(name, _hello(name), 0.0), name)
         for _ in range(LAST_OUTCOMES):
             duties = duties_of([*fail(intake, name, duties), *intake.tick(1.0)], name)
-    assert intake.fleet.statistics().set_aside == num_strangers
+    assert intake.fleet.statistics(0.0).set_aside == num_strangers
 
 
 @pytest.mark.parametrize("name", ["rollout-0", "a name of the user's own"])
@@ -220,7 +220,7 @@ def test_the_first_worker_to_come_cannot_end_the_run() -> None:
     for _ in range(LAST_OUTCOMES):
         bad = duties_of([*fail(intake, "bad", bad), *intake.tick(1.0)], "bad")
     assert bad == []
-    assert intake.fleet.statistics().set_aside == 1
+    assert intake.fleet.statistics(0.0).set_aside == 1
     assert len(duties_of(intake.handle("good", _hello("good"), 2.0), "good")) == 2
 
 
@@ -319,7 +319,7 @@ def test_a_process_keeps_the_name_of_its_first_hello() -> None:
         (refused,) = [each for _, each in intake.handle("peer", _hello("second"), 0.0) if isinstance(each, Refusal)]
         assert "this process is first" in refused.detail
     assert intake.fleet.alive == {}
-    assert intake.fleet.statistics().refused_workers == {"another_name": 2}
+    assert intake.fleet.statistics(0.0).refused_workers == {"another_name": 2}
 
 
 # -- work for the learner ----------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def _finished(lease: Lease, reward: float, version: int) -> Trajectory:
     return Trajectory(lease.group_id, 0, np.array(lease.prompt_tokens, np.int32), completion, reward)
 
 
-def test_accuracy_is_the_mean_reward_at_the_version_of_the_tokens() -> None:
+def test_accuracy_is_the_share_of_right_samples_at_the_version_of_the_tokens() -> None:
     records: list[EvalRecord] = []
     evaluation = Evaluation([EvalSet("arithmetic", PROMPTS[:4])], records.append)
     evaluation.request(5)
@@ -159,6 +159,21 @@ def test_a_weighted_sum_rounded_to_just_below_1_is_right() -> None:
     record = _measured([(0.7 + 0.2 + 0.1, "4"), (0.0, "5")])
     assert 0.7 + 0.2 + 0.1 < 1
     assert (record.pass_share, record.majority_share) == (1.0, 0.5)
+
+
+def test_partial_credit_is_a_reward_and_no_accuracy() -> None:
+    record = _measured([(1.0, None), (0.5, None)], [(0.5, None), (0.5, None)])
+    assert (record.accuracy, record.reward) == (0.25, 0.625)
+    assert (record.accuracy_error, record.reward_error) == (0.25, 0.125)
+    assert record.result == ("reward", 0.625)
+    assert _measured([(1.0, None), (0.0, None)]).result == ("accuracy", 0.5)
+
+
+@pytest.mark.parametrize("reward", [-0.5, 1.5])
+def test_rewards_beyond_0_and_1_say_nothing_of_right_and_wrong(reward: float) -> None:
+    record = _measured([(reward, None)], [(1.0, None)])
+    assert math.isnan(record.accuracy) and math.isnan(record.accuracy_error)
+    assert record.result == ("reward", (reward + 1) / 2)
 
 
 def test_samples_without_a_final_answer_do_not_vote() -> None:

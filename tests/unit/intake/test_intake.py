@@ -103,6 +103,7 @@ def test_a_refused_batch_is_dropped_with_its_reason(intake: Intake) -> None:
 def test_a_silent_worker_loses_its_samples_to_another(intake: Intake) -> None:
     intake.handle("first", _hello("first"), 0.0)
     intake.handle("second", _hello("second"), 1000.0)
+    assert intake.fleet.statistics(1000.0).silent_s == {"first": 1000.0, "second": 0.0}
     sent = intake.tick(1000.0)
     assert {peer for peer, _ in sent} == {"second"}
     assert [lease.sample_indices for lease in _leased(sent)] == [(0, 1)]
@@ -173,7 +174,7 @@ def test_a_connected_process_keeps_its_name(intake: Intake) -> None:
         (refused,) = intake.handle("second", _hello(incarnation="2"), now_s)
         assert isinstance(refused.message, Refusal) and not refused.message.final
         assert "another process is w" in refused.message.detail
-    assert intake.fleet.statistics().refused_workers == {"name_taken": 2}
+    assert intake.fleet.statistics(0.0).refused_workers == {"name_taken": 2}
     assert intake.handle("second", _results(*duties), 3.5) == []  # a stranger still
     assert intake.handle("first", _results(duties[0]), 4.0) == [Outgoing("first", Ack(7))]
     silent_s = 1.0 + load_config("quickstart.yaml").wire.heartbeat_timeout_s

@@ -113,10 +113,10 @@ def test_more_workers_than_the_limit_are_refused_and_the_others_go_on() -> None:
         replies = intake.handle(f"peer-{number}", Hello(f"w-{number}", "1", 0, 0, None, 1, 0, (), Work()), 0.0)
     assert [type(reply.message) for reply in replies] == [wire.Refusal]
     assert len(intake.fleet.alive) == MOST_WORKERS
-    assert intake.fleet.statistics().refused_workers == {"too_many": 5}
+    assert intake.fleet.statistics(0.0).refused_workers == {"too_many": 5}
     replies = intake.handle("peer-0", Hello("w-0", "1", 0, 0, None, 2, 0, (), Work()), 1.0)
     assert isinstance(replies[0].message, wire.Welcome)
     intake.disconnected("honest", 1.0)
     replies = intake.handle("honest again", Hello("honest", "2", 8, 0, None, 1, 0, (), Work()), 1.0)
     assert [type(reply.message) for reply in [*replies, *intake.tick(1.0)]] == [wire.Welcome, wire.Leases]
-    assert intake.fleet.statistics().refused_workers == {"too_many": 5}
+    assert intake.fleet.statistics(0.0).refused_workers == {"too_many": 5}

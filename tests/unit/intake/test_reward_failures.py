@@ -226,7 +226,7 @@ def test_a_worker_that_fails_alone_is_set_aside_for_a_while() -> None:
         assert intake.fleet.alive["bad"].gets_leases
         bad = duties_of(fail(intake, "bad", bad), "bad")
     assert bad == []
-    assert intake.fleet.statistics().set_aside == 1
+    assert intake.fleet.statistics(0.0).set_aside == 1
     assert intake.statistics().ledger.balanced
     for now_s in (1.0, SET_ASIDE_S - 1.0):
         for worker, duties in (("bad", []), ("good", good)):

@@ -120,3 +120,16 @@ def test_a_resume_recalls_accuracies_of_the_same_set(
     job = _job(tmp_path, 0, "")
     job._look_around(RecordTail(tmp_path / "metrics.jsonl"), shows=False)
     assert shown in job._progress.line()
+
+
+def test_a_disk_with_less_room_than_a_checkpoint_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    job = _job(tmp_path, 0, "")
+    written = tmp_path / "checkpoints" / "step-000004" / "shards"
+    written.mkdir(parents=True)
+    with (written / "sparse").open("wb") as file:
+        file.truncate(3 * 10**12)
+    for free in (4 * 10**12, 2 * 10**12):
+        job._warn_of_disk(free)
+    said = capfd.readouterr().err
+    assert said.count("free some disk") == 1
+    assert "has 2000000000000 bytes free: training goes on, but a checkpoint or launcher.min_free_disk_bytes" in said

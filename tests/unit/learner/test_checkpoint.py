@@ -318,7 +318,7 @@ def test_a_save_killed_at_any_byte_leaves_the_previous_checkpoint(
 def _evaluations(eval_record: EvalRecord, **accuracies: Sequence[float | None]) -> list[EvalRecord]:
     """Make the evaluations of each set, of versions 10, 20 and so on; None: not evaluated."""
     return [
-        msgspec.structs.replace(eval_record, name=name, policy_version=10 * number, accuracy=accuracy)
+        msgspec.structs.replace(eval_record, name=name, policy_version=10 * number, accuracy=accuracy, reward=accuracy)
         for name, of_set in accuracies.items()
         for number, accuracy in enumerate(of_set, 1)
         if accuracy is not None
@@ -360,6 +360,8 @@ def test_a_run_keeps_the_best_checkpoint_beside_the_newest(
     team = trained(folder)
     for version, accuracy in ((10, 0.5), (20, 0.9), (30, 0.2), (40, 0.1)):
         checkpoints.save(checkpoint_state(version), config, team, tokenizer, lambda: evaluations)
-        evaluations.append(msgspec.structs.replace(eval_record, policy_version=version, accuracy=accuracy))
+        evaluations.append(
+            msgspec.structs.replace(eval_record, policy_version=version, accuracy=accuracy, reward=accuracy)
+        )
         assert checkpoints.wait()
     assert list(list_checkpoints(tmp_path)) == [20, 40]

@@ -1,5 +1,6 @@
 """The names of checkpoints, their order, and the rest of a killed learner."""
 
+import math
 import shutil
 from pathlib import Path
 
@@ -7,10 +8,12 @@ import pytest
 
 from areal_rloo.learner.checkpoint_folder import (
     checkpoint_path,
+    checkpoint_statistics,
     finish,
     list_checkpoints,
     prune,
     recover,
+    room_for_one,
     set_aside,
     standing,
     unfinished_checkpoints,
@@ -167,3 +170,16 @@ def test_a_refused_rename_gives_the_previous_checkpoint_its_name_back(tmp_path: 
     with pytest.raises(FileNotFoundError):
         finish(checkpoint_path(tmp_path, 40))  # nothing is there to be renamed
     assert _names(tmp_path) == {"step-000040"}
+
+
+def test_the_numbers_of_the_newest_checkpoint_are_those_of_its_files(tmp_path: Path) -> None:
+    assert room_for_one(tmp_path) == 0
+    assert math.isnan(checkpoint_statistics(tmp_path, every_n_steps=5).newest_timestamp_s)
+    _make(tmp_path, 5, 10)
+    (checkpoint_path(tmp_path, 10) / "shards" / "a").write_bytes(bytes(1000))
+    (checkpoint_path(tmp_path, 10) / "b").write_bytes(bytes(24))
+    (tmp_path / ".unfinished-step-000015").mkdir()
+    found = checkpoint_statistics(tmp_path, every_n_steps=5)
+    assert (found.newest_version, found.newest_bytes, found.every_n_steps) == (10, 1024, 5)
+    assert found.newest_timestamp_s == checkpoint_path(tmp_path, 10).stat().st_mtime
+    assert room_for_one(tmp_path) == 1024

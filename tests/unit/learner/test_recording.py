@@ -41,7 +41,7 @@ def _batch(num_groups: int = 6) -> tuple[list[Group], Masks, Advantages]:
             _trajectory(group_id, 0, versions=[3, 4, 5], spans=(1, 1, 1)),
             _trajectory(group_id, 1, versions=[5, 5, 5]),
         )
-        groups.append(Group(group_id, 9, trajectories, "sums", 2, 100 + group_id))
+        groups.append(Group(group_id, 9, trajectories, "sums", 2, 100 + group_id, "2"))
         masks.of_tokens.extend([torch.tensor([False, False, True]), torch.ones(3, dtype=torch.bool)])
         advantages.of_tokens.extend([torch.full((3,), -0.5), torch.tensor([0.5, 1.0, 1.5])])
         masks.stale_tokens.extend([1, 0])
@@ -64,7 +64,7 @@ def test_a_record_has_the_numbers_of_its_training(tmp_path: Path) -> None:
     assert (first.advantage, first.advantages, first.staleness) == (-0.5, [], 0)  # of the one token in the loss
     assert (second.reward, second.reward_parts) == (1.0, {"right": 1.0})
     assert (second.advantage, second.advantages) == (1.0, [0.5, 1.0, 1.5])
-    assert first.dropped is None
+    assert (first.dropped, first.expected) == (None, "2")
 
 
 @pytest.mark.parametrize(("wanted", "groups"), [(1, [0]), (4, [0, 3]), (6, [0, 2, 4]), (1000, [0, 1, 2, 3, 4, 5])])
@@ -80,7 +80,8 @@ def test_zero_trajectories_per_step_write_no_file(tmp_path: Path) -> None:
 
 def test_dropped_samples_are_written_with_reason_with_or_without_tokens(tmp_path: Path) -> None:
     ledger = Ledger()
-    prompt = Prompt(1, 7, tuple(_ids("2+2=?").tolist()), Item("2+2=?", source="sums"))
+    answer = "a" * 5000 + "#### 4"
+    prompt = Prompt(1, 7, tuple(_ids("2+2=?").tolist()), Item("2+2=?", answer, source="sums"))
     for _ in range(2):
         ledger.admit(prompt, group_size=2, admission_version=0, deadline=9)
     done = [_trajectory(0, 0, versions=[0, 0, 0]), _trajectory(0, 0, versions=[0, 0, 1])]
@@ -101,6 +102,7 @@ def test_dropped_samples_are_written_with_reason_with_or_without_tokens(tmp_path
         ("1/1", "max_attempts", ""),
         ("1/0", "reward_error", "at the end"),
     ]
+    assert {(len(r.expected), r.expected[-10:]) for r in dropped} == {(2005, "aaaa#### 4")}
     assert [(r.prompt, r.completion) for r in dropped[:2]] == [("2+2=?", ""), ("1+1=?", "ab1")]
     assert all((r.source, r.epoch, r.item_index, r.advantage) == ("sums", 1, 7, None) for r in dropped)
 

@@ -12,7 +12,7 @@ from areal_rloo.errors import CheckpointError
 from areal_rloo.launcher.placement import Host, Placement
 from areal_rloo.launcher.run_folder import choose_folder, resume_changes
 from areal_rloo.launcher.start import begin
-from areal_rloo.learner.stretches import begin_stretch, breaks_of, read_stretches
+from areal_rloo.learner.stretches import begin_stretch, breaks_of, read_starts, read_stretches
 
 PLACEMENT = Placement((Host("here", "127.0.0.1", 2, (), 0),), (), ())
 
@@ -44,6 +44,9 @@ def test_each_stretch_keeps_its_config_from_its_first_step_on(tmp_path: Path) ->
     begin_stretch(tmp_path, first, 0)
     begin_stretch(tmp_path, first, 20)  # a resume without a change
     begin_stretch(tmp_path, second, 40)
+    with (tmp_path / "configs" / "starts.jsonl").open("ab") as file:
+        file.write(b'{"version": 50, "ti')  # a killed learner
+    assert [start.version for start in read_starts(tmp_path)] == [0, 20, 40]
     one, other = read_stretches(tmp_path)
     assert (one.version, one.config, one.changes) == (0, dump_config(first), [])
     assert (other.version, other.config) == (40, dump_config(second))

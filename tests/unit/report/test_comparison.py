@@ -53,7 +53,9 @@ def make_run(tmp_path: Path, make_train_record: MakeTrainRecord, eval_record: Ev
             times = {"num_train_steps": step, "policy_version": step, "wall_s": 5.0 * step}
             file.append(make_train_record(reward_mean=0.1 * step, **times))
         for version, accuracy in enumerate(accuracies):
-            file.append(msgspec.structs.replace(eval_record, policy_version=5 * version, accuracy=accuracy))
+            file.append(
+                msgspec.structs.replace(eval_record, policy_version=5 * version, accuracy=accuracy, reward=accuracy)
+            )
         file.close()
         return folder
 

@@ -44,7 +44,11 @@ def pages(
             metrics.append(make_train_record(num_train_steps=step, policy_version=step, **numbers))
             samples.append(make_trajectory(policy_version=step, sample_index=index) for index in range(4))
         for version in (0, 30, 60):
-            metrics.append(msgspec.structs.replace(eval_record, policy_version=version, accuracy=0.4 + version / 120))
+            metrics.append(
+                msgspec.structs.replace(
+                    eval_record, policy_version=version, accuracy=0.4 + version / 120, reward=0.4 + version / 120
+                )
+            )
         metrics.close()
         samples.close()
         folders.append(folder)

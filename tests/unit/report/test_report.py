@@ -121,7 +121,9 @@ def test_the_result_of_a_run_is_the_first_and_the_last_accuracy(run_folder: Path
     (run_folder / "checkpoints" / "step-000009").mkdir(parents=True)
     assert result_in(run_folder) == [], "a single evaluation is no result"
     for name, version, accuracy in (("hard", 3, 0.25), (eval_record.name, 9, 0.75), ("hard", 9, 0.5)):
-        record = msgspec.structs.replace(eval_record, name=name, policy_version=version, accuracy=accuracy)
+        record = msgspec.structs.replace(
+            eval_record, name=name, policy_version=version, accuracy=accuracy, reward=accuracy
+        )
         with (run_folder / "metrics.jsonl").open("ab") as file:
             file.write(msgspec.json.encode(record) + b"\n")
     first = f"accuracy {eval_record.accuracy:.3f} (version {eval_record.policy_version}) -> 0.750 (version 9)"
@@ -133,7 +135,9 @@ def test_the_result_of_a_run_is_the_first_and_the_last_accuracy(run_folder: Path
 
 def test_the_result_has_no_lost_weights_and_no_other_set(run_folder: Path, eval_record: EvalRecord) -> None:
     for version in (6, 8, 9):
-        record = msgspec.structs.replace(eval_record, policy_version=version, accuracy=0.1 * version)
+        record = msgspec.structs.replace(
+            eval_record, policy_version=version, accuracy=0.1 * version, reward=0.1 * version
+        )
         with (run_folder / "metrics.jsonl").open("ab") as file:
             file.write(msgspec.json.encode(record) + b"\n")
     (run_folder / "checkpoints" / "step-000008").mkdir(parents=True)

@@ -114,6 +114,7 @@ def test_the_timeline_has_what_happened_when(
     events = titles(timeline)
     assert f"{eval_record.name}: accuracy 0.625: 7" in events
     assert "learner.optimizer.learning_rate: 20" in events
+    assert [event[-2:] for event in events if event.startswith("the learner starts at 2")] == [" 0", "20"]
     assert "the gradient was not finite: 30" in events
     began, ended = next(event for event in events if event.startswith("truncated: ")).split(": ")[1].split(" to ")
     assert 10 < int(began) <= 16

@@ -120,7 +120,7 @@ def test_the_model_card_has_the_evaluations_up_to_its_step(run_folder: Path, eva
 
     metrics = MetricsFile(run_folder / "metrics.jsonl")
     for version, accuracy in ((0, 0.25), (10, 0.5), (20, 0.75)):
-        metrics.append(msgspec.structs.replace(eval_record, policy_version=version, accuracy=accuracy))
+        metrics.append(msgspec.structs.replace(eval_record, policy_version=version, accuracy=accuracy, reward=accuracy))
     metrics.close()
     export.export(run_folder, 10, Path("out"))
     card = (Path("out") / "README.md").read_text()

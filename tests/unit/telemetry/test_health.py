@@ -136,7 +136,9 @@ def test_a_fallen_accuracy_needs_two_evaluations(
 ) -> None:
     health = _health()
     records = [
-        msgspec.structs.replace(eval_record, accuracy=accuracy, accuracy_error=error, policy_version=10 * index)
+        msgspec.structs.replace(
+            eval_record, accuracy=accuracy, reward=accuracy, reward_error=error, policy_version=10 * index
+        )
         for index, accuracy in enumerate(accuracies)
         for error in [math.sqrt(accuracy * (1 - accuracy) / eval_record.num_prompts)]
     ]
@@ -147,21 +149,24 @@ def test_a_fallen_accuracy_needs_two_evaluations(
 
 
 def test_an_accuracy_of_another_set_is_compared_anew(eval_record: EvalRecord) -> None:
-    changed = {"accuracy": 0.1, "num_prompts": 50}
+    changed = {"accuracy": 0.1, "reward": 0.1, "num_prompts": 50}
     others = [msgspec.structs.replace(eval_record, policy_version=5 + index, **changed) for index in range(3)]
     assert _said(_health(), [eval_record, *others]) == []
 
 
 def _evaluations(record: EvalRecord, *accuracies: float, first: int = 0, **numbers: Any) -> list[EvalRecord]:
     replace = msgspec.structs.replace
-    return [replace(record, accuracy=a, policy_version=first + i, **numbers) for i, a in enumerate(accuracies)]
+    return [
+        replace(record, accuracy=math.nan, reward=a, policy_version=first + i, **numbers)
+        for i, a in enumerate(accuracies)
+    ]
 
 
 def test_the_scale_of_rewards_does_not_count(eval_record: EvalRecord) -> None:
     """Rewards of 0 to 100, and of -1 and 1: the measured error tells a fall from chance."""
-    scattered = _evaluations(eval_record, 50, 40, 41, accuracy_error=3.5)
+    scattered = _evaluations(eval_record, 50, 40, 41, reward_error=3.5)
     assert _said(_health(), scattered) == []
-    assert len(_said(_health(), _evaluations(eval_record, 50, 30, 29, accuracy_error=3.5))) == 1
+    assert len(_said(_health(), _evaluations(eval_record, 50, 30, 29, reward_error=3.5))) == 1
     assert len(_said(_health(), _evaluations(eval_record, 0.5, -0.5, -0.6, accuracy_error=0.05))) == 1
 
 

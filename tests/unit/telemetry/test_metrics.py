@@ -288,7 +288,9 @@ def test_a_killed_writer_loses_at_most_its_last_record(data: st.DataObject) -> N
             num_prompts=1,
             num_samples=1,
             num_failed=0,
-            **dict.fromkeys(("accuracy", "accuracy_error", "pass_share", "majority_share"), 0.5),
+            **dict.fromkeys(
+                ("accuracy", "accuracy_error", "reward", "reward_error", "pass_share", "majority_share"), 0.5
+            ),
             completion_tokens_mean=1.0,
             wall_s=float(n),
         )

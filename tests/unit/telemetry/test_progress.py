@@ -117,7 +117,7 @@ def test_a_failed_checkpoint_is_reported_once(make_train_record: MakeTrainRecord
 def test_a_restart_from_an_earlier_version_shows_an_earlier_evaluation(
     make_train_record: MakeTrainRecord, eval_record: EvalRecord
 ) -> None:
-    earlier = msgspec.structs.replace(eval_record, policy_version=2, accuracy=0.5)
+    earlier = msgspec.structs.replace(eval_record, policy_version=2, accuracy=0.5, reward=0.5)
     progress, _ = plain()
     with progress:
         progress.show([earlier, eval_record, make_train_record(num_train_steps=6, policy_version=6)])
@@ -136,7 +136,7 @@ def test_the_line_shows_the_set_of_the_config_alone(
     with progress:
         progress.show([msgspec.structs.replace(eval_record, name="second"), make_train_record(policy_version=5)])
         assert "eval -" in progress.line()
-        progress.show([eval_record, msgspec.structs.replace(eval_record, name="second", accuracy=0.25)])
+        progress.show([eval_record, msgspec.structs.replace(eval_record, name="second", accuracy=0.25, reward=0.25)])
         assert "eval 0.625@v4" in progress.line()
 
 

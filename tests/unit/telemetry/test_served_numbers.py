@@ -25,21 +25,24 @@ from areal_rloo.learner.reporting import Reporter
 from areal_rloo.telemetry.metrics import LearnerMetrics
 from areal_rloo.telemetry.records import TrainRecord
 from areal_rloo.telemetry.scrapes import serve_metrics, serve_process
-from areal_rloo.telemetry.wanted import note_wanted, read_wanted
+from areal_rloo.telemetry.wanted import LauncherStatistics, note_wanted, read_wanted
 from areal_rloo.top.fleet import _ask
 
 
 def test_the_wanted_number_of_workers_is_the_launchers(tmp_path: Path) -> None:
     assert read_wanted(tmp_path, 4).num_workers == 4
-    note_wanted(tmp_path, 2)
-    assert read_wanted(tmp_path, 4).num_workers == 2
+    noted = LauncherStatistics(num_workers=2, restarts={"learner": 1})
+    note_wanted(tmp_path, noted)
+    assert read_wanted(tmp_path, 4) == noted
     (tmp_path / "workers.json").write_text("{")
     assert read_wanted(tmp_path, 4).num_workers == 4
 
 
 @pytest.mark.parametrize(("steps", "long"), [([30.0], 30.0), ([1800.0, 9.0], 9.0), ([9.0, 8.0, 1800.0, 7.0], 9.0)])
 def test_a_single_standstill_does_not_hide_the_next(steps: list[float], long: float) -> None:
-    reporter: Any = SimpleNamespace(_stepped=datetime.now(UTC), _steps_left=5, _steps_s=deque(steps, maxlen=10))
+    reporter: Any = SimpleNamespace(
+        _stepped=datetime.now(UTC), _evaluated=datetime.now(UTC), _steps_left=5, _steps_s=deque(steps, maxlen=10)
+    )
     assert Reporter.pace(reporter).long_train_step_s == long
 
 

@@ -90,3 +90,31 @@ def test_without_a_folder_no_file_is_written(tmp_path: Path, monkeypatch: pytest
     targets.add("learner", 9400)
     targets.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_is_found_from_any_folder_and_a_start_removes_the_files_of_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, here, there = tmp_path / "run", tmp_path / "here", tmp_path / "there"
+    for folder in (run, here, there):
+        folder.mkdir()
+    config = load_config("quickstart.yaml", ["telemetry.targets_folder=targets"])
+    monkeypatch.chdir(here)
+    Targets(config, run).begin()
+    Targets(config, run).add("learner", 9400)  # and crashes
+    monkeypatch.chdir(there)
+    assert [target.process for target in Targets(config, run).read()] == ["learner"], "as `areal-rloo top` reads them"
+    Targets(config, run).begin()
+    assert list((here / "targets").iterdir()) == []
+    Targets(config, run).add("learner", 9500)
+    assert len(list((there / "targets").iterdir())) == 1
+
+
+def test_a_run_folder_that_takes_no_link_costs_the_other_working_folders_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    targets = _targets(tmp_path / "targets", tmp_path / "no such folder" / "run")
+    targets.begin()
+    targets.add("learner", 9400)
+    assert "cannot be made" in caplog.text
+    assert len(list((tmp_path / "targets").iterdir())) == 1

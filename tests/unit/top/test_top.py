@@ -72,7 +72,12 @@ def test_the_screen_names_state_samples_processes_and_symptoms(
     config: Config, folder: Path, make_train_record: MakeTrainRecord, eval_record: EvalRecord
 ) -> None:
     records: list[Record] = [make_train_record(num_train_steps=step, policy_version=step) for step in range(1, 8)]
-    worker = {"engine_num_running": 16.0, "engine_policy_version": 6.0, "engine_generated_tokens_total": 900.0}
+    worker = {
+        "engine_num_running": 16.0,
+        "engine_policy_version": 6.0,
+        "reward_waiting": 3.0,
+        "engine_generated_tokens_total": 900.0,
+    }
     processes = [
         Process("rollout-0", Answer(2.0, worker), Answer(1.0, {"engine_generated_tokens_total": 100.0})),
         Process("rollout-1", Answer(2.0, {}), None),
@@ -84,7 +89,7 @@ def test_the_screen_names_state_samples_processes_and_symptoms(
     assert "arithmetic 0.625 at version 4" in text
     assert "32 trained on, 12 in the buffer, 16 in flight; dropped: stale 3, reward_failed 1" in text
     (row,) = (line.split() for line in text.splitlines() if line.split()[:1] == ["rollout-0"])
-    assert row[1:5] == ["6", "16", "-", "800"]
+    assert row[1:6] == ["6", "16", "-", "3", "800"]
     assert re.search("rollout-1 +no answer", text)
 
 
@@ -108,5 +113,11 @@ def test_a_look_at_a_run_without_a_process(
     printed = capsys.readouterr().out
     assert "step 3/50" in printed
     assert "health: truncated: 100 %" in printed
+    (folder / "summary.json").write_text('{"exit_reason": "failed"}')
+    assert run_main(main, [str(folder), "--once"]) == 0
+    assert "step 3/50; ended: failed" in capsys.readouterr().out
+    (folder / "summary.json").write_text("{")
+    assert run_main(main, [str(folder), "--once"]) == 0
+    assert "ended" not in capsys.readouterr().out
     assert run_main(main, [str(folder / "nowhere"), "--once"]) == 2
     assert "no run here" in capsys.readouterr().err
