@@ -22,7 +22,7 @@ from areal_rloo.errors import DataError, UserError
 from areal_rloo.inspect import select
 from areal_rloo.inspect.shown import visible_line
 from areal_rloo.inspect.text import By, View, show, table, tallied
-from areal_rloo.program import run_main
+from areal_rloo.program import Parser, run_main
 from areal_rloo.telemetry.trajectories import FILE_NAME, TrajectoryRecord, read_trajectories
 from areal_rloo.trace.joined import read_traces
 from areal_rloo.trace.lives import life_of
@@ -142,7 +142,7 @@ class Options(argparse.Namespace):
                 raise DataError(f"{mistake}; {select.did_you_mean(name, known)}")
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(Parser):
     def error(self, message: str) -> NoReturn:
         raise DataError(f"{message}; expected RUN_FOLDER and then options, which --help lists")
 
@@ -212,8 +212,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="areal-rloo inspect",
         description="Show the trajectories of a run: prompt, completion, reward, advantage, staleness, drop reason.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="such as runs/latest; may be in progress")
     which = parser.add_argument_group("filters; all conditions must hold")

@@ -20,7 +20,7 @@ from areal_rloo.intake.queues import GroupQueue
 from areal_rloo.telemetry import trace
 from areal_rloo.trajectory import Group
 
-_FREED = 4  # samples for each that arrives
+_FREED = 4  # samples for each new one
 
 
 class Buffer:
@@ -100,10 +100,7 @@ class Buffer:
         self._taken.clear()
 
     def free(self, num_arrived: int) -> None:
-        """Free some of the groups that were trained on last, for samples that arrive.
-
-        To free a step of 64 workers at once takes 20 ms, in which the loop would read no message.
-        """
+        """Free some groups that were trained on: a step of 64 workers at once would hold up the loop for 20 ms."""
         num_groups = -(-_FREED * num_arrived // self._algorithm.group_size)
         del self._trained[max(0, len(self._trained) - num_groups) :]
 

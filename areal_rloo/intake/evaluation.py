@@ -209,7 +209,7 @@ def _is_right(sample: _Result) -> bool:
 
 
 def _accuracy(by_prompt: Sequence[Sequence[_Result]]) -> tuple[float, float]:
-    """Return the share of right samples, and its standard error; NaN for rewards that do not say right or wrong."""
+    """Return the share of right samples, and its standard error; NaN for rewards beyond right and wrong."""
     if not all(0 <= sample.reward <= _MOST_SHARE for samples in by_prompt for sample in samples):
         return math.nan, math.nan
     right = [[float(_is_right(sample)) for sample in samples] for samples in by_prompt]

@@ -8,7 +8,6 @@ event loop and connects it to the wire.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from areal_rloo.config import Config
 from areal_rloo.intake.answers import Answers, Sender
@@ -20,9 +19,9 @@ from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.lies import Lies
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.intake.reward_failures import RewardFailures
+from areal_rloo.intake.work import IntakeStatistics
 from areal_rloo.telemetry import trace
 from areal_rloo.telemetry.logs import get_logger
-from areal_rloo.telemetry.records import LedgerCounts
 from areal_rloo.trajectory import Group
 from areal_rloo.weights.offers import Offers
 from areal_rloo.wire import messages as wire
@@ -32,23 +31,6 @@ logger = get_logger(__name__)
 
 _END = wire.Refusal("this process sent answers that its leases do not allow", final=True)
 _Addressed = wire.Results | wire.Partials | wire.WeightsReady | wire.WeightsReceived | wire.WeightsFailed | wire.Goodbye
-
-
-@dataclass(frozen=True, slots=True)
-class IntakeStatistics:
-    """State of the intake now. The times and `generated_tokens` are sums over workers since the start."""
-
-    ledger: LedgerCounts
-    num_workers: int
-    num_behind: int  # most versions that a worker has missed
-    rollout_idle_s: float
-    generated_tokens: int
-    rollout_busy_s: float
-    decoding_s: float
-    repeated_results: int
-    filtered_prompts: int
-    truncated_prompts: int
-    epoch: float
 
 
 class Intake:

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from areal_rloo.errors import WeightsError
 from areal_rloo.intake.fleet import Fleet, Outgoing
-from areal_rloo.intake.intake import Intake, IntakeStatistics
+from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.lies import Lies
 from areal_rloo.intake.prompts import PromptStream
+from areal_rloo.intake.work import IntakeStatistics
 from areal_rloo.loop_thread import LoopThread
 from areal_rloo.telemetry.logs import TOLD, get_logger
 from areal_rloo.telemetry.watchdog import Watchdog

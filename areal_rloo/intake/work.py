@@ -1,13 +1,32 @@
-"""Add up the counts of workers, which may be wrong: a count never goes back, and never jumps."""
+"""The statistics of the intake. The counts of workers may be wrong: a count never goes back, and never jumps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
+from areal_rloo.telemetry.records import LedgerCounts
 from areal_rloo.wire.messages import MOST_COUNT, MOST_SECONDS, Work
 
 # Between two messages: far above those of any engine.
 _MOST_TOKENS, _MOST_S, _MOST_DECODING_S = 10**12, 1e7, 1e11
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeStatistics:
+    """State of the intake now. The times and `generated_tokens` are sums over workers since the start."""
+
+    ledger: LedgerCounts
+    num_workers: int
+    num_behind: int  # most versions that a worker has missed
+    rollout_idle_s: float
+    generated_tokens: int
+    rollout_busy_s: float
+    decoding_s: float
+    repeated_results: int
+    filtered_prompts: int
+    truncated_prompts: int
+    epoch: float
 
 
 def grown(last: Work, now: Work) -> Work:

@@ -88,7 +88,7 @@ def checkpoint_statistics(folder: Path, *, every_n_steps: int) -> CheckpointStat
 
 
 def room_for_one(folder: Path) -> int:
-    """Give the bytes that the next checkpoint takes, if it is as large as the newest; 0 without any."""
+    """Give the size of the newest checkpoint in bytes, for the next one; 0 without any."""
     return checkpoint_statistics(folder, every_n_steps=0).newest_bytes
 
 

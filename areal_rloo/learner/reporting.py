@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry
 
 from areal_rloo.config import Config
 from areal_rloo.errors import DataError
-from areal_rloo.intake.intake import IntakeStatistics
+from areal_rloo.intake.work import IntakeStatistics
 from areal_rloo.learner.checkpoint import Checkpoints
 from areal_rloo.learner.state import Totals
 from areal_rloo.learner.train_step import StepResult

@@ -100,7 +100,7 @@ def begin_stretch(run_folder: Path, config: Config, version: int) -> None:
 
 
 def read_starts(run_folder: Path) -> list[Start]:
-    """Read the starts of a run; a line that cannot be read is left out."""
+    """Read the starts of a run; without unreadable lines."""
     starts: list[Start] = []
     with contextlib.suppress(OSError):
         for line in read_regular(run_folder / "configs" / _STARTS).splitlines():

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from areal_rloo.errors import DataError
 from areal_rloo.learner.batches import software
-from areal_rloo.program import run_main
+from areal_rloo.program import Parser, run_main
 from areal_rloo.replay.recording import Part, Recording, changed_starts, find_part, read_recording, spans
 from areal_rloo.replay.steps import Numbers, Repeated, build_train_step, load_start_config, repeat
 from areal_rloo.telemetry.logs import run_to_exit_code, setup_logs
@@ -149,7 +149,7 @@ def _say(line: str) -> None:
     sys.stdout.flush()  # a step may take minutes
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(Parser):
     def error(self, message: str) -> NoReturn:
         raise DataError(f"{message}; expected RUN_FOLDER and then options, which --help lists")
 
@@ -159,8 +159,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="areal-rloo replay",
         description="Run train steps of a run with wire.record=true again, without workers, and compare the numbers.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("run_folder", type=Path, metavar="RUN_FOLDER", help="such as runs/latest; stays as it is")
     parser.add_argument(

@@ -50,7 +50,7 @@ def curve_name(declared: Declared) -> str:
 
 
 def result_field(evaluations: Sequence[EvalRecord]) -> str:
-    """Name the field that says how good a policy is: `accuracy` if each reward was 0 or 1, else `reward`."""
+    """Name the field for the quality of a policy: `accuracy` if each reward was 0 or 1, else `reward`."""
     return "accuracy" if all(record.result[0] == "accuracy" for record in evaluations) else "reward"
 
 

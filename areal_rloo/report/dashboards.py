@@ -111,7 +111,7 @@ def write_dashboards(folder: Path) -> None:
 
 
 def linked(alerts: str, pages: Sequence[dict[str, Any]]) -> str:
-    """Link each alarm to the first panel that shows the first number of the alarm."""
+    """Link each alarm to the first panel with the first number of the alarm."""
     lines: list[str] = []
     expression = ""
     for line in alerts.splitlines():

@@ -13,9 +13,9 @@ from areal_rloo.intake.fleet import FleetStatistics
 from areal_rloo.intake.lies import LieStatistics
 from areal_rloo.learner.checkpoint_folder import CheckpointStatistics
 from areal_rloo.learner.reporting import PaceStatistics
-from areal_rloo.rewards.scoring import RewardStatistics
+from areal_rloo.rewards.request import RewardStatistics
+from areal_rloo.rollout.deadline import EpisodeStatistics
 from areal_rloo.rollout.protocol import ProtocolStatistics
-from areal_rloo.rollout.worker import EpisodeStatistics
 from areal_rloo.telemetry.code_state import RunInfo
 from areal_rloo.telemetry.gpus import GpuStatistics
 from areal_rloo.telemetry.health import HealthStatistics

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from numbers import Real
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from areal_rloo.errors import RewardError
+from areal_rloo.telemetry.metric import Metric
 from areal_rloo.trajectory import MOST_REWARD, FinishReason, Item, Purpose, is_reward
 
 Returns = Literal["trajectory", "token"]
@@ -77,6 +78,25 @@ class WorkStatistics(msgspec.Struct, frozen=True, kw_only=True):
     num_processes: int = 0  # each scores a completion at a time; 0 if many are scored at a time
     restarts: int = 0
     busy_s: float = 0.0
+
+
+class RewardStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """The completions now, and counts since the start. The numbers of `WorkStatistics` are sums over all runners."""
+
+    metrics_prefix: ClassVar[str] = "reward_"
+
+    waiting: Annotated[int, Metric("Completions waiting for their reward, or being scored")]
+    num_processes: Annotated[int, Metric("Processes, each of which scores a completion at a time")]
+    scored: Annotated[int, Metric("Completions this worker scored", kind="counter")]
+    dropped: Annotated[dict[str, int], Metric("Completions dropped without a reward", kind="counter", label="reason")]
+    restarts: Annotated[int, Metric("Reward processes this worker had to replace", kind="counter")]
+    busy_s: Annotated[float, Metric("Time of scoring, summed over rewards that ran at a time", "s", "counter")]
+
+
+def added(each: Iterable[WorkStatistics]) -> dict[str, Any]:
+    """Add up the numbers of several runners; return them by field."""
+    fields = [msgspec.structs.asdict(one) for one in each]
+    return {name: sum(one[name] for one in fields) for name in WorkStatistics.__struct_fields__}
 
 
 def read_worth(value: object, request: RewardRequest, *, returns: Returns) -> Worth:

@@ -12,13 +12,19 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Protocol, TypeVar
-
-import msgspec
+from typing import Protocol, TypeVar
 
 from areal_rloo.errors import RewardError
-from areal_rloo.rewards.request import FinalAnswer, RewardRequest, Scored, SourceKey, WorkStatistics, Worth
-from areal_rloo.telemetry.metric import Metric
+from areal_rloo.rewards.request import (
+    FinalAnswer,
+    RewardRequest,
+    RewardStatistics,
+    Scored,
+    SourceKey,
+    WorkStatistics,
+    Worth,
+    added,
+)
 from areal_rloo.telemetry.trace import sample_span
 from areal_rloo.trajectory import MOST_REWARD, is_reward
 from areal_rloo.waiting import cancel
@@ -26,19 +32,6 @@ from areal_rloo.waiting import cancel
 Score = Callable[[RewardRequest], Awaitable[Worth]]
 FindAnswer = Callable[[RewardRequest], Awaitable[FinalAnswer]]
 Result = TypeVar("Result", Worth, FinalAnswer)
-
-
-class RewardStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """The completions now, and counts since the start. The numbers of `WorkStatistics` are sums over all runners."""
-
-    metrics_prefix: ClassVar[str] = "reward_"
-
-    waiting: Annotated[int, Metric("Completions that wait for their reward, or are being scored")]
-    num_processes: Annotated[int, Metric("Processes that score a completion at a time each")]
-    scored: Annotated[int, Metric("Completions this worker scored", kind="counter")]
-    dropped: Annotated[dict[str, int], Metric("Completions dropped without a reward", kind="counter", label="reason")]
-    restarts: Annotated[int, Metric("Reward processes this worker had to replace", kind="counter")]
-    busy_s: Annotated[float, Metric("Time of scoring, summed over rewards that ran at a time", "s", "counter")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +96,8 @@ class Scoring:
         return scored
 
     def statistics(self) -> RewardStatistics:
-        each = [runner.statistics() for runner in self._runners]
-        return RewardStatistics(
-            waiting=self._waiting,
-            num_processes=sum(of.num_processes for of in each),
-            scored=self._scored,
-            dropped=dict(self._dropped),
-            restarts=sum(of.restarts for of in each),
-            busy_s=sum(of.busy_s for of in each),
-        )
+        work = added(runner.statistics() for runner in self._runners)
+        return RewardStatistics(waiting=self._waiting, scored=self._scored, dropped=dict(self._dropped), **work)
 
 
 async def _run_parts(source: SourceRewards, request: RewardRequest) -> tuple[list[Worth], str | None]:

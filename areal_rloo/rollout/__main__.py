@@ -23,11 +23,12 @@ from areal_rloo.errors import EXIT_WENT_BACK, ArealRlooError, UserError, WentBac
 from areal_rloo.models.files import load_tokenizer, policy_folder, stop_token_ids
 from areal_rloo.models.stored import digest_of_files
 from areal_rloo.rewards import make_scoring
-from areal_rloo.rewards.scoring import RewardStatistics
+from areal_rloo.rewards.request import RewardStatistics
+from areal_rloo.rollout.deadline import EpisodeStatistics
 from areal_rloo.rollout.engines import WorkerEngine, running_engine
 from areal_rloo.rollout.episode_types import make_episode, serving
 from areal_rloo.rollout.protocol import ProtocolStatistics
-from areal_rloo.rollout.worker import EpisodeStatistics, RolloutWorker
+from areal_rloo.rollout.worker import RolloutWorker
 from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.tasks.chat import chat_format
 from areal_rloo.telemetry.logs import get_logger, run_to_exit_code, setup_logs

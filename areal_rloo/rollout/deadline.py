@@ -10,21 +10,34 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, ClassVar
 
 import msgspec
 
 from areal_rloo.errors import DecodeError, EpisodeError, described
 from areal_rloo.rollout.episode import Episode, Rewards, Sample, TurnEngine
 from areal_rloo.tasks.chat import ChatFormat
+from areal_rloo.telemetry.metric import Metric
 from areal_rloo.trajectory import Purpose, Trajectory
 from areal_rloo.wire.columns import Limits, check_trajectories
 
 _CANCEL_S = 5.0  # for a cancelled episode to end; then the episode is abandoned
 
 
+class EpisodeStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """The samples of this worker now, and counts since the start."""
+
+    metrics_prefix: ClassVar[str] = "episode_"
+
+    num_running: Annotated[int, Metric("Samples under way: decoded, scored, or in a tool or an agent")]
+    ended: Annotated[int, Metric("Samples whose episode has ended well", kind="counter")]
+    life_s: Annotated[float, Metric("Time from lease to result, summed over these samples", "s", "counter")]
+
+
 class Deadlines:
-    """When the episodes of a worker must have ended: `timeout_s` after their start.
+    """When the episodes of a worker must have ended: `timeout_s` after their start. Counts them, too.
 
     The samples of an evaluation are leased all at once, wait for each other, and let train samples wait. So the time of
     all begins anew whenever one of them has ended; else a long evaluation would run out of time in the queue.
@@ -33,11 +46,25 @@ class Deadlines:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._eval_ended_s = -math.inf  # monotonic time
+        self._num_running, self._num_ended, self._life_s = 0, 0, 0.0
 
     def ended(self, purpose: Purpose) -> None:
         """Record the end of an episode, with any outcome."""
         if purpose == "eval":
             self._eval_ended_s = time.monotonic()
+
+    def statistics(self) -> EpisodeStatistics:
+        return EpisodeStatistics(num_running=self._num_running, ended=self._num_ended, life_s=self._life_s)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count an episode, and its time if it ends without an exception."""
+        self._num_running, began_s = self._num_running + 1, time.monotonic()
+        try:
+            yield
+            self._num_ended, self._life_s = self._num_ended + 1, self._life_s + time.monotonic() - began_s
+        finally:
+            self._num_running -= 1
 
     def left_s(self, began_s: float) -> float:
         """Return the seconds left to an episode that began at this monotonic time."""
@@ -53,6 +80,13 @@ async def run_episode(
         EpisodeError: the episode took too long, or called `sys.exit`.
         Exception: the exception of the episode.
     """
+    with deadlines.counted():
+        return await _run_in_time(episode, sample, engine, rewards, chat, deadlines)
+
+
+async def _run_in_time(
+    episode: Episode, sample: Sample, engine: TurnEngine, rewards: Rewards, chat: ChatFormat, deadlines: Deadlines
+) -> Sequence[Trajectory]:
     running = asyncio.create_task(
         _run(episode, sample, engine, rewards, chat), name=f"code of the episode of sample {sample.sample_id}"
     )

@@ -15,9 +15,6 @@ import contextlib
 import re
 import time
 from functools import partial
-from typing import Annotated, ClassVar
-
-import msgspec
 
 from areal_rloo.config import Config
 from areal_rloo.engines.base import Engine, SamplingParameters
@@ -30,13 +27,12 @@ from areal_rloo.errors import (
     described,
     shortened,
 )
-from areal_rloo.rollout.deadline import Deadlines, checked_trajectories, run_episode
+from areal_rloo.rollout.deadline import Deadlines, EpisodeStatistics, checked_trajectories, run_episode
 from areal_rloo.rollout.episode import Episode, Rewards, Sample, SampleEngine, Submitter
 from areal_rloo.rollout.partial import Journal, journal_of
 from areal_rloo.rollout.protocol import EngineState, ProtocolStatistics, WorkerProtocol
 from areal_rloo.tasks.chat import ChatFormat
 from areal_rloo.telemetry.logs import get_logger
-from areal_rloo.telemetry.metric import Metric
 from areal_rloo.telemetry.trace import sample_span
 from areal_rloo.trajectory import Completion
 from areal_rloo.waiting import cancel, fault_of
@@ -55,16 +51,6 @@ _CONNECT_S = 5.0
 _ENGINE_SHARE = 0.8  # of the time that a checkpoint waits for partial rollouts
 _BATCH_BYTES = 8 * 2**20  # soft limit of a message with several results
 _BYTES_PER_CHARACTER = 4  # at most, in UTF-8
-
-
-class EpisodeStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """The samples of this worker now, and counts since the start."""
-
-    metrics_prefix: ClassVar[str] = "episode_"
-
-    num_running: Annotated[int, Metric("Samples under way: decoded, scored, or in a tool or an agent")]
-    ended: Annotated[int, Metric("Samples that have ended with a result", kind="counter")]
-    life_s: Annotated[float, Metric("Time from lease to result, summed over these samples", "s", "counter")]
 
 
 class RolloutWorker:
@@ -103,7 +89,6 @@ class RolloutWorker:
         self._noticed = asyncio.Event()
         self._due = asyncio.Event()  # there may be a message to send
         self._num_episodes, self._drained = 0, False
-        self._num_ended, self._life_s = 0, 0.0  # of samples with a result
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def stop(self) -> None:
@@ -115,7 +100,7 @@ class RolloutWorker:
         return self._protocol.statistics()
 
     def episodes(self) -> EpisodeStatistics:
-        return EpisodeStatistics(num_running=len(self._episodes), ended=self._num_ended, life_s=self._life_s)
+        return self._deadlines.statistics()
 
     async def run(self) -> None:
         """Serve until drained or stopped.
@@ -230,7 +215,7 @@ class RolloutWorker:
 
     async def _run_episode(self, lease: wire.Lease, duty: Duty, journal: Journal) -> None:
         """Run the episode of a duty, and record its trajectories or why there are none."""
-        sample, began_s = Sample(duty.sample_id, lease.purpose, lease.item, lease.prompt_tokens), time.monotonic()
+        sample = Sample(duty.sample_id, lease.purpose, lease.item, lease.prompt_tokens)
         self._num_episodes += 1
         engine = SampleEngine(
             submitter=self._submitter,
@@ -259,7 +244,6 @@ class RolloutWorker:
             failure = EpisodeError("episode_error", described(error))
         else:
             self._protocol.finish(duty, trajectories, num_bytes)
-            self._num_ended, self._life_s = self._num_ended + 1, self._life_s + time.monotonic() - began_s
             return
         detail, completion = shortened(failure.detail), failure.completion[-_MOST_CHARACTERS:]
         logger.warning("sample %s: %s: %s", sample.sample_id, failure.reason, detail)

@@ -112,7 +112,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def interval_of(record: EvalRecord) -> tuple[float, float]:
-    """Return the interval of 95 % of the accuracy, or of the reward if that is the result.
+    """Return the interval of 95 % of the accuracy, or of the reward if not every reward is 0 or 1.
 
     That of Wilson (1927) for a share: it stays between 0 and 1, and has a width if all prompts agree. The number of
     prompts is the one that gives a share the measured standard error, so several samples of a prompt count for little.

@@ -20,9 +20,7 @@ from areal_rloo.errors import ArealRlooError, UserError, printable
 
 MOST_LINES, MOST_MINUTE = 100, 200_000  # records and characters, of a line of code in a minute
 STOPPED = "stopped by an error"  # begins the record of the last error of a process
-TOLD = (
-    logging.CRITICAL + 10
-)  # of records that the launcher repeats for the user, so no `telemetry.log_level` hides them
+TOLD = logging.CRITICAL + 10  # of records for the launcher to repeat, so no `telemetry.log_level` hides them
 _WINDOW_S = 60.0
 _MOST_CHARACTERS = 20_000  # of a record: more than the text of a peer and a traceback need
 

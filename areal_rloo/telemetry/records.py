@@ -215,7 +215,7 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 
     @property
     def result(self) -> tuple[str, float]:
-        """The number that says how good the policy is, with its name: the accuracy if each reward was 0 or 1."""
+        """The quality of the policy, with the name of the number: the accuracy if each reward was 0 or 1."""
         is_share = abs(self.accuracy - self.reward) < _ALIKE
         return ("accuracy", self.accuracy) if is_share else ("reward", self.reward)
 

@@ -104,10 +104,8 @@ def encode_columns(trajectories: Sequence[Trajectory]) -> tuple[tuple[Trajectory
     for trajectory in trajectories:
         completion = trajectory.completion
         runs_here = version_runs(completion.versions)
-        repeats = prompt is not None and (
-            trajectory.prompt_tokens is prompt or np.array_equal(trajectory.prompt_tokens, prompt)
-        )
-        prompt = trajectory.prompt_tokens
+        before, prompt = prompt, trajectory.prompt_tokens
+        repeats = before is not None and (prompt is before or np.array_equal(prompt, before))
         headers.append(_header(trajectory, runs_here, 0 if repeats else len(prompt)))
         tokens += [completion.tokens] if repeats else [prompt, completion.tokens]
         logprobs.append(completion.behaviour_logprobs)

@@ -24,16 +24,13 @@ from areal_rloo.launcher.doctor.inputs import check_loading, check_own_parts
 from areal_rloo.launcher.epochs import with_steps
 from areal_rloo.launcher.hosts import refused_here
 from areal_rloo.launcher.run_folder import choose_folder
-from areal_rloo.program import run_main
+from areal_rloo.program import Parser, run_main
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the checks, print the findings and their counts, give the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="areal-rloo doctor",
-        description="Check this host and the needs of a config. Overrides follow as key.path=value.",
-        allow_abbrev=False,
-    )
+    description = "Check this host and the needs of a config."
+    parser = Parser(prog="areal-rloo doctor", description=description, overrides=True)
     parser.add_argument("--config", help="a path, or the name of a shipped config")
     parser.add_argument("--quick", action="store_true", help="only the checks that launchers make before a start")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")

@@ -390,4 +390,4 @@ def test_hostile_text_in_a_record_is_shown_as_text(make_trajectory: MakeTrajecto
     )  # fmt: skip
     text = shown(record, view)
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
-    assert text.count("[bold]") == 7, "markup is text"
+    assert text.count("[bold]") == 8, "markup is text"

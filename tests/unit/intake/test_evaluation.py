@@ -56,7 +56,7 @@ def _finished(lease: Lease, reward: float, version: int) -> Trajectory:
     return Trajectory(lease.group_id, 0, np.array(lease.prompt_tokens, np.int32), completion, reward)
 
 
-def test_accuracy_is_the_share_of_right_samples_at_the_version_of_the_tokens() -> None:
+def test_accuracy_is_the_share_of_right_samples() -> None:
     records: list[EvalRecord] = []
     evaluation = Evaluation([EvalSet("arithmetic", PROMPTS[:4])], records.append)
     evaluation.request(5)

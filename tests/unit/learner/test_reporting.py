@@ -11,7 +11,7 @@ from support.train_steps import ragged_groups, spied_step, step_config
 
 from areal_rloo.config import load_config
 from areal_rloo.decoding import from_msgpack
-from areal_rloo.intake.intake import IntakeStatistics
+from areal_rloo.intake.work import IntakeStatistics
 from areal_rloo.learner.checkpoint import Checkpoints
 from areal_rloo.learner.reporting import Reporter
 from areal_rloo.learner.state import Totals

@@ -275,7 +275,8 @@ def test_every_declared_chart_and_number_is_on_the_page(
     file = MetricsFile(run_folder / "metrics.jsonl")
     both = {"a": 0.1, "b": 0.2}
     file.append(make_train_record(num_train_steps=4, policy_version=4, reward_parts=both, reward_by_source=both))
-    file.append(msgspec.structs.replace(eval_record, num_samples=4, pass_share=0.75, majority_share=0.5))
+    numbers = {"num_samples": 4, "pass_share": 0.75, "majority_share": 0.5, "reward": 0.7}
+    file.append(msgspec.structs.replace(eval_record, **numbers))
     file.close()
     shown = Page(write_report(run_folder).read_text()).shown
     drawn = [declared for struct in (TrainRecord, EvalRecord) for declared in declared_metrics(struct)]

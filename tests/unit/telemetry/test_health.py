@@ -197,7 +197,7 @@ def test_a_set_that_is_measured_no_more_has_no_fall(eval_record: EvalRecord) -> 
 
 
 def test_few_prompts_tell_no_fall(eval_record: EvalRecord) -> None:
-    assert _said(_health(), _evaluations(eval_record, 1.0, 0.0, 0.0, num_prompts=10, accuracy_error=0.0)) == []
+    assert _said(_health(), _evaluations(eval_record, 1.0, 0.0, 0.0, num_prompts=10, reward_error=0.0)) == []
 
 
 @pytest.mark.parametrize(("groups", "group_size"), [(1, 8), (2, 4), (8, 8), (48, 8), (512, 8)])
@@ -231,7 +231,7 @@ def test_chance_alone_shows_no_symptom(
         if step % 50 == 0:
             rights = rng.random(50) < success
             error = rights.std(ddof=1) / math.sqrt(50)
-            said += _said(health, _evaluations(eval_record, rights.mean(), first=step, accuracy_error=error))
+            said += _said(health, _evaluations(eval_record, rights.mean(), first=step, reward_error=error))
         if success != 0.5:  # then, 100 groups in a row do teach nothing at times
             said = [line for line in said if "no_signal" not in line]
         assert said == [], step

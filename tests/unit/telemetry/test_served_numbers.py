@@ -58,7 +58,8 @@ def test_a_staleness_that_the_newest_step_lacks_has_no_value(make_train_record: 
 
 def test_a_run_that_has_trained_has_no_steps_left() -> None:
     """Also if its data ended before: the last evaluation may take longer than any step."""
-    reporter: Any = SimpleNamespace(_stepped=datetime.now(UTC), _steps_left=988, _steps_s=deque([9.0]))
+    now = datetime.now(UTC)
+    reporter: Any = SimpleNamespace(_stepped=now, _evaluated=now, _steps_left=988, _steps_s=deque([9.0]))
     Reporter.has_trained(reporter)
     assert Reporter.pace(reporter).train_steps_left == 0
 

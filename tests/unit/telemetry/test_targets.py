@@ -92,9 +92,7 @@ def test_without_a_folder_no_file_is_written(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_is_found_from_any_folder_and_a_start_removes_the_files_of_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, here, there = tmp_path / "run", tmp_path / "here", tmp_path / "there"
     for folder in (run, here, there):
         folder.mkdir()
@@ -110,9 +108,7 @@ def test_a_run_is_found_from_any_folder_and_a_start_removes_the_files_of_the_las
     assert len(list((there / "targets").iterdir())) == 1
 
 
-def test_a_run_folder_that_takes_no_link_costs_the_other_working_folders_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_folder_that_takes_no_link_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     targets = _targets(tmp_path / "targets", tmp_path / "no such folder" / "run")
     targets.begin()
     targets.add("learner", 9400)
