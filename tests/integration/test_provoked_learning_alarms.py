@@ -123,7 +123,7 @@ def user(tmp_path: Path) -> Path:
         pytest.param(
             {
                 "slow": ("data.train.rewards=[{{function: {user}:slow}}]",),
-                "starved": ("rollout.num_slots=1",),
+                "starved": ("rollout.num_slots=1", "rollout.sampling.max_new_tokens=100"),
             },
             {"slow": {"RewardsSaturated"}, "starved": {"LearnerStarved"}},
             {},
