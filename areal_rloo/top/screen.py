@@ -72,9 +72,9 @@ def _numbers(train: Sequence[TrainRecord]) -> Table:
 
 
 def _processes(processes: Sequence[Process]) -> Table:
-    table = Table(box=None, header_style="dim")
+    table = Table(box=None, header_style="dim", pad_edge=False)
     for title in ("process", "version", "decoding", "waiting", "scoring", "tokens/s", "idle", "memory", "cores"):
-        table.add_column(title, justify="left" if title == "process" else "right")
+        table.add_column(title, justify="left" if title == "process" else "right", no_wrap=title == "process")
     for one in processes:
         if not one.now.numbers:
             table.add_row(one.name, "no answer", style="red")
