@@ -60,7 +60,8 @@ def calibrated(records: Sequence[TrainRecord], config: Config) -> Load:
     if not 0 < trained * train_s * mean < math.inf or not math.isfinite(std + sum(others) + fixed_s + each_s):
         raise DataError("nothing was generated and trained in these steps: there is no speed to calibrate from")
     ledger = records[-1].ledger
-    kept_share = ledger.trained / max(1, ledger.trained + sum(ledger.dropped.values()))
+    num_filtered = sum(num for reason, num in ledger.dropped.items() if reason != "stale")  # those are simulated
+    kept_share = ledger.trained / max(1, ledger.trained + num_filtered)
     return Load(
         speeds=Speeds(
             decode_fixed_s=fixed_s,

@@ -39,7 +39,7 @@ class Forecast(NamedTuple):
 
 def forecast(load: Load, setup: Setup) -> Forecast:
     """Forecast steps 6 to 25 of a run that goes on after them."""
-    long = replace(setup, num_train_steps=LAST + setup.pipeline_depth + 1)
+    long = replace(setup, num_train_steps=LAST + setup.pipeline_depth + 1, kept_share=load.kept_share)
     steps = simulate(load.speeds, long, load.lengths)
     before, counted = steps[FIRST - 2], steps[FIRST - 1 : LAST]
     seconds = counted[-1].ended_s - before.ended_s

@@ -61,8 +61,9 @@ def test_ranks_share_the_tokens(make_train_record: MakeTrainRecord) -> None:
 
 
 def test_dropped_samples_lower_the_kept_share(make_train_record: MakeTrainRecord, config: Config) -> None:
+    """Except the stale ones, which the simulation drops itself."""
     counts = {"admitted": 500, "dropped_tokens": {}, "buffered": 0, "in_flight": 0}
-    ledger = LedgerCounts(**counts, trained=375, dropped={"low_reward_std": 125})
+    ledger = LedgerCounts(**counts, trained=375, dropped={"low_reward_std": 125, "stale": 50})
     assert calibrated(measured_steps(make_train_record, [16, 16, 16], ledger=ledger), config).kept_share == 0.75
 
 

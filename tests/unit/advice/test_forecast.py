@@ -12,7 +12,7 @@ from areal_rloo.advice.calibration import Load, drawn_lengths
 from areal_rloo.advice.forecast import best_setup, bottleneck, bottleneck_of_run, forecast, splits
 from areal_rloo.advice.simulation import Setup, Speeds
 from areal_rloo.config import load_config
-from areal_rloo.telemetry.records import TrainRecord
+from areal_rloo.telemetry.records import LedgerCounts, TrainRecord
 
 SETUP = Setup(
     num_workers=1,
@@ -53,6 +53,19 @@ def test_the_sentence_of_a_slow_learner_has_the_gain_from_a_rank() -> None:
     words = sentence(load(1e-5, 4e-4), replace(SETUP, num_ranks=3, num_workers=7))
     assert words.startswith("learner-bound: the rollouts wait ")
     assert words.endswith("a fourth learner rank, with more cores or another GPU, would raise throughput by about 30 %")
+
+
+def test_groups_that_a_filter_drops_cost_rollouts() -> None:
+    """The rollouts are the bottleneck: a quarter of the groups gives a quarter of the tokens, and another split."""
+    measured, setup = load(1e-4, 1e-5), replace(SETUP, num_ranks=2)
+    filtered = replace(measured, kept_share=0.25)
+    rate = forecast(measured, setup).tokens_per_s
+    assert forecast(filtered, setup).tokens_per_s == pytest.approx(rate / 4, rel=0.05)
+    slow, choices = load(1e-4, 2e-4), splits(10, per_worker=1)
+    (few, _), (many, _) = (
+        best_setup(found, SETUP, choices, slots=[16]) for found in (slow, replace(slow, kept_share=0.25))
+    )
+    assert few.num_workers < many.num_workers
 
 
 def test_the_sentence_of_synchronous_steps_names_the_staleness() -> None:
@@ -113,7 +126,8 @@ def test_splits_use_the_devices_of_tensor_parallel_workers_and_replicas() -> Non
 
 def test_a_run_says_which_half_waits(make_train_record: Callable[..., TrainRecord]) -> None:
     config = load_config("quickstart.yaml", ["rollout.num_slots=16"])
-    words = bottleneck_of_run(measured_steps(make_train_record, [16] * 8, wait_s=1.5), config)
+    all_kept = LedgerCounts(admitted=9, trained=9, dropped={}, dropped_tokens={}, buffered=0, in_flight=0)
+    words = bottleneck_of_run(measured_steps(make_train_record, [16] * 8, wait_s=1.5, ledger=all_kept), config)
     assert words is not None
     assert words.startswith("rollout-bound: the learner waits 50 %; a second worker, with more cores or another GPU, ")
     # A worker decodes 384 * 40 tokens in 2.5 s, so the next bound is the learner, with 1.5 s a step.
