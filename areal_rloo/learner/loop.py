@@ -67,6 +67,7 @@ class Learner:
             self.doing = f"step {self.policy_version + 1}"
             with span("training", self.doing), self.turn:
                 self._train(batch, wait_s)
+            del batch  # the buffer frees the samples a few at a time, while others arrive
             self.doing = None
         completed, unpublished = self.policy_version >= self.config.learner.num_train_steps, None
         if completed or not self.intake.draining:
