@@ -213,3 +213,16 @@ def test_the_seed_of_a_lease_fits_the_wire(seed: int) -> None:
 
 def test_run_seeds_give_leases_with_different_seeds() -> None:
     assert len({_lease_of(seed).seed for seed in (0, 1, 2, 2**20, 2**20 + 1, 2**40)}) == 6
+
+
+def test_an_evaluation_does_not_look_at_all_workers_for_each_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples without a last holder can go to any worker; thousands of prompts are leased in a single call."""
+
+    class Unread(set[str]):
+        def __contains__(self, name: object) -> bool:
+            raise AssertionError("the worker was compared with no holder")
+
+    monkeypatch.setattr("areal_rloo.intake.leasing.Leasing._last_holders", lambda *_: Unread())
+    intake = _with_evaluation()
+    outgoing = [*intake.handle("a", _hello("a"), 0.0), *intake.handle("b", _hello("b"), 0.0), *intake.evaluate()]
+    assert any(duty.purpose == "eval" for peer in ("a", "b") for duty in _duties(outgoing, peer))
