@@ -12,6 +12,7 @@ the folder `checkpoints` everywhere.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import shutil
@@ -88,10 +89,14 @@ def checkpoint_statistics(folder: Path, *, every_n_steps: int) -> CheckpointStat
 
 
 def room_for_one(folder: Path) -> int:
-    """Give the size of the newest checkpoint in bytes, for the next one; 0 without any."""
-    return checkpoint_statistics(folder, every_n_steps=0).newest_bytes
+    """Give the size of the newest checkpoint in bytes, for the next one; 0 if there is none, or none can be read."""
+    try:
+        return checkpoint_statistics(folder, every_n_steps=0).newest_bytes
+    except OSError:  # of a network disk, for example
+        return 0
 
 
+@functools.lru_cache(maxsize=4)  # the launcher asks ten times a second, perhaps a network disk
 def _size(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
