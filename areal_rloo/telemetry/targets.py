@@ -49,9 +49,11 @@ class Targets:
     def __init__(self, config: Config, run_folder: Path) -> None:
         """No file is written if `targets_folder` is null."""
         folder, self._host = config.telemetry.targets_folder, config.telemetry.metrics_host
-        self._run, self._configured = run_folder.resolve(), None if folder is None else Path(folder).absolute()
-        link = self._run / _LINK
-        self._folder = link.readlink() if link.is_symlink() else self._configured
+        self._run, self._configured = run_folder.resolve(), None if folder is None else _absolute(Path(folder))
+        try:
+            self._folder: Path | None = (self._run / _LINK).readlink()
+        except OSError:  # none, or one that another start replaces now
+            self._folder = self._configured
         self._run_id = f"{zlib.crc32(bytes(self._run)):08x}"  # folders can have equal names
         self._prefix = f"{self._run.name}-{self._run_id}."
 
@@ -61,8 +63,9 @@ class Targets:
         self._folder = self._configured
         link = self._run / _LINK
         try:
-            link.unlink(missing_ok=True)
-            if self._folder is not None:
+            if link.is_symlink():  # else a file or a folder of the user
+                link.unlink()
+            if self._folder is not None and self._folder.parent.resolve() / self._folder.name != link:
                 link.symlink_to(self._folder)
         except OSError as error:
             logger.warning("%s cannot be made, so only this working folder finds the metrics: %s", link, error)
@@ -100,6 +103,14 @@ class Targets:
                 path.unlink(missing_ok=True)
             except OSError as error:
                 logger.warning("%s stays, although the process has ended: %s", path, error)
+
+
+def _absolute(folder: Path) -> Path:
+    """Return the path from the root; the path as it is if the working folder was removed since."""
+    try:
+        return folder.absolute()
+    except FileNotFoundError:
+        return folder
 
 
 def _own_address() -> str:

@@ -114,3 +114,51 @@ def test_a_run_folder_that_takes_no_link_is_no_error(tmp_path: Path, caplog: pyt
     targets.add("learner", 9400)
     assert "cannot be made" in caplog.text
     assert len(list((tmp_path / "targets").iterdir())) == 1
+
+
+def test_a_working_folder_that_was_removed_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout may be made again while a run goes on; the learner, each restart and the end of the run come here."""
+    run, config = tmp_path / "run", load_config("quickstart.yaml")
+    run.mkdir()
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    Targets(config, run).begin()
+    (tmp_path / "work").rmdir()
+    assert Targets(config, run).read() == []
+    Targets(config, run).remove()
+    (run / "targets").unlink()
+    assert Targets(config, run).read() == []
+
+
+def test_a_link_that_a_start_replaces_meanwhile_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    targets = _targets(tmp_path / "targets", run)
+    targets.begin()
+    targets.add("learner", 9400)
+    is_symlink = Path.is_symlink
+
+    def replaced(path: Path) -> bool:
+        found = is_symlink(path)
+        path.unlink()
+        return found
+
+    monkeypatch.setattr(Path, "is_symlink", replaced)
+    assert [one.process for one in _targets(tmp_path / "targets", run).read()] == ["learner"]
+
+
+def test_targets_may_be_in_the_run_folder_itself(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for _ in range(2):
+        targets = _targets(run / "targets", run)
+        targets.begin()
+        targets.add("learner", 9400)
+        assert [one.process for one in _targets(run / "targets", run).read()] == ["learner"]
+
+
+def test_a_file_of_the_user_with_the_name_of_the_link_stays(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "targets").write_text("notes")
+    _targets(tmp_path / "targets", tmp_path / "run").begin()
+    assert (tmp_path / "run" / "targets").read_text() == "notes"
