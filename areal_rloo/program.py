@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
+import io
 import os
 import signal
 import sys
@@ -51,9 +53,12 @@ def flags_of(main: Callable[[Sequence[str]], int]) -> list[str]:
     """Return the flags of a program, without running it."""
     token = _ASKED.set(True)
     try:
-        main(["--help"])
+        with contextlib.redirect_stdout(io.StringIO()):
+            main(["--help"])
     except _AskedError as answer:
         return answer.flags
+    except SystemExit:  # a program without a parser
+        pass
     finally:
         _ASKED.reset(token)
     return []

@@ -87,8 +87,7 @@ class Leasing:
         trusted = [worker for worker in workers if not worker.num_lies] or workers
         for number, (group_id, prompt, indices) in enumerate(self.evaluation.take_waiting() if workers else ()):
             last = self._last_holders(self.evaluation.sample((group_id, index)) for index in indices)
-            choice = [worker for worker in trusted if worker.worker_id not in last] if last else trusted
-            choice = choice or trusted
+            choice = ([worker for worker in trusted if worker.worker_id not in last] if last else []) or trusted
             worker = choice[number % len(choice)]
             seed, version = self.evaluation.seed(group_id), self.evaluation.policy_version
             samples = {index: self.evaluation.sample((group_id, index)) for index in indices}

@@ -90,8 +90,9 @@ def set_summary_aside(folder: Path) -> None:
 
 
 def forget_earlier_summary(folder: Path) -> None:
-    """The learner begins: from now on, the earlier summary is wrong."""
-    (folder / _EARLIER_NAME).unlink(missing_ok=True)
+    """The learner begins: from now on, the summary of an earlier start, or of a learner that failed, is wrong."""
+    for name in (_EARLIER_NAME, SUMMARY_NAME):
+        (folder / name).unlink(missing_ok=True)
 
 
 def has_earlier_summary(folder: Path) -> bool:

@@ -50,6 +50,7 @@ class Targets:
         """No file is written if `targets_folder` is null."""
         folder, self._host = config.telemetry.targets_folder, config.telemetry.metrics_host
         self._run, self._configured = run_folder.resolve(), None if folder is None else _absolute(Path(folder))
+        self._is_relative = folder is not None and not Path(folder).is_absolute()
         try:
             self._folder: Path | None = (self._run / _LINK).readlink()
         except OSError:  # none, or one that another start replaces now
@@ -58,10 +59,15 @@ class Targets:
         self._prefix = f"{self._run.name}-{self._run_id}."
 
     def begin(self) -> None:
-        """Begin a start of the run: remove the files of the last one, which may have had another working folder."""
+        """Begin a start of the run: remove the files of the last one.
+
+        A relative folder stays the one of the first start, where a Prometheus looks, also from another working folder.
+        """
         self.remove()
-        self._folder = self._configured
         link = self._run / _LINK
+        if self._is_relative and link.is_symlink():
+            return
+        self._folder = self._configured
         try:
             if link.is_symlink():  # else a file or a folder of the user
                 link.unlink()

@@ -34,12 +34,22 @@ mount -t tmpfs -o size=4g tmpfs disk && mount -t tmpfs -o size=1g tmpfs /dev/shm
 cd "$OLDPWD"
 exec "$@"
 """
+# The first step waits for the word, so the second version of the weights finds no memory.
+NOISE = """
+import time
+from pathlib import Path
+
+def noise(completion_ids):
+    while not Path(__file__).with_name("go").exists():
+        time.sleep(0.1)
+    return float(sum(completion_ids) % 2)
+"""
 ROOMY, FULL = 4_000_000_000, 4096  # bytes
 
 
 def test_full_disks_fire_their_alarms_until_there_is_room(start: Callable[..., Run], tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
-    (tmp_path / "noise.py").write_text("def noise(completion_ids):\n    return float(sum(completion_ids) % 2)\n")
+    (tmp_path / "noise.py").write_text(NOISE)
 
     def resize(mount: str, spare_bytes: int) -> None:
         (tmp_path / "written").write_text(f"{mount} {spare_bytes}\n")
@@ -47,7 +57,12 @@ def test_full_disks_fire_their_alarms_until_there_is_room(start: Callable[..., R
         eventually(lambda: not (tmp_path / "resize").exists(), "the file system has another size")
 
     run = start(
-        *("learner.num_train_steps=100000", "evaluation.every_n_versions=0", "data.eval=null"),
+        *(
+            "learner.num_train_steps=100000",
+            "rollout.reward_timeout_s=600",
+            "evaluation.every_n_versions=0",
+            "data.eval=null",
+        ),
         *(f"data.train.rewards=[{{function: {tmp_path / 'noise.py'}:noise}}]", "launcher.min_free_disk_bytes=1000000"),
         f"telemetry.targets_folder={tmp_path / 'targets'}",
         name="disk/run",
@@ -57,7 +72,8 @@ def test_full_disks_fire_their_alarms_until_there_is_room(start: Callable[..., R
         eventually(lambda: run.process.poll() is not None or server.query("up == 1"), "the learner serves metrics")
         if run.process.poll() == 77:
             pytest.skip("no file system of one's own can be mounted here")
-        resize("/dev/shm", FULL)  # before the second version of the weights
+        resize("/dev/shm", FULL)
+        (tmp_path / "go").touch()
         run.wait_for(lambda: "SharedMemoryFull" in server.alarms())
         assert not {"DiskFull", "CheckpointNotWritten"} & server.alarms()
         resize("/dev/shm", ROOMY)

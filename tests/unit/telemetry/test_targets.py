@@ -105,6 +105,11 @@ def test_a_run_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.Monk
     Targets(config, run).begin()
     assert list((here / "targets").iterdir()) == []
     Targets(config, run).add("learner", 9500)
+    assert len(list((here / "targets").iterdir())) == 1, "where a Prometheus looks"
+    moved = load_config("quickstart.yaml", [f"telemetry.targets_folder={there / 'targets'}"])
+    Targets(moved, run).begin()
+    assert list((here / "targets").iterdir()) == []
+    Targets(moved, run).add("learner", 9600)
     assert len(list((there / "targets").iterdir())) == 1
 
 
