@@ -3,11 +3,11 @@
 This process is the learner without a model: intake, ledger, buffer, wire and broadcaster are those of a run, and a
 train step takes no time. Synthetic workers (`fleet_workers.py`) live in another process. A step has 8 groups of 16
 samples for each worker, at least 64 groups and at most 1,024, and as much again is in flight. The named alternative,
-`raw`, is a ROUTER that acknowledges every message of as many DEALERs: the same bytes in each message, and nothing is
-decoded or recorded. `half`: the workers make half of the full rate; `faults`: likewise, with 2 % failed samples and a
-worker that dies each second; `quarter`: a quarter. The line of facts has the medians of all windows, with the wait from
-the end of a sample to its acknowledgement. Both ends share two cores: `intake_busy` and `workers_busy` tell which end
-is the limit.
+`raw`, is a ROUTER that acknowledges every message of as many DEALERs: a sample of median size in each, and nothing is
+decoded or recorded. (A worker's message has several samples; `raw` has 16 messages in flight.) `half`: the workers make
+half of the full rate; `faults`: likewise, with 2 % failed samples and a worker that dies each second; `quarter`: a
+quarter. The line of facts has the medians of all windows, with the wait from the end of a sample to its
+acknowledgement. Both ends share two cores: `intake_busy` and `workers_busy` tell which end is the limit.
 """
 
 from __future__ import annotations

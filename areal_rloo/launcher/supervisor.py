@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,9 +109,11 @@ class Supervisor:
         self._say = say
         self._clock = clock
         self._children: dict[str, _Child] = {}
+        self._num_starts = Counter[str]()
 
     def start(self, spec: ProcessSpec) -> None:
         child = _Child(spec, self._started(spec), self._clock())
+        self._num_starts[spec.name] += 1
         self._children[spec.name] = child
         logger.info("started %s (%s)", spec.name, child.handle.label)
 
@@ -118,8 +121,8 @@ class Supervisor:
         return self._children[name].handle.exit_code()
 
     def restarts(self) -> dict[str, int]:
-        """Count the restarts of each process."""
-        return {name: child.num_restarts for name, child in self._children.items()}
+        """Count the starts of each process after the first."""
+        return {name: number - 1 for name, number in self._num_starts.items()}
 
     def is_refused(self, name: str) -> bool:
         """Return whether the first start of a process ended with a user's mistake; after a restart, 2 is a crash."""
@@ -176,6 +179,7 @@ class Supervisor:
                 logger.error("%s cannot be restarted: %s; the launcher goes on trying", name, error)
             return
         child.num_restarts += 1
+        self._num_starts[name] += 1
         if code != EXIT_WENT_BACK:  # the learner caused this exit, not the worker
             child.counted_s.append(now_s)
         child.started_s, child.restart_at_s, child.num_failed_starts, child.given_up_s = now_s, None, 0, None

@@ -111,7 +111,7 @@ def write_dashboards(folder: Path) -> None:
 
 
 def linked(alerts: str, pages: Sequence[dict[str, Any]]) -> str:
-    """Link each alarm to the first panel with the first number of the alarm."""
+    """Link each alarm to the panel with most of its numbers, the first of equals."""
     lines: list[str] = []
     expression = ""
     for line in alerts.splitlines():
@@ -126,12 +126,17 @@ def linked(alerts: str, pages: Sequence[dict[str, Any]]) -> str:
 
 
 def _panel_of(expression: str, pages: Sequence[dict[str, Any]]) -> str:
-    for name in dict.fromkeys(re.findall(rf"{PREFIX}[a-z_0-9]+|process_[a-z_]+|\bup\b", expression)):
-        for page in pages:
-            for panel in page["panels"]:
-                if any(re.search(rf"\b{name}\b", target["expr"]) for target in panel["targets"]):
-                    return f'"/d/{page["uid"]}?viewPanel={panel["id"]}&var-run={{{{ $labels.run }}}}"'
-    raise ValueError(f"no panel shows a number of the alarm with {expression.strip()}")
+    names = set(re.findall(rf"{PREFIX}[a-z_0-9]+|process_[a-z_]+", expression)) or {"up"}
+    found = []
+    for page in pages:
+        for panel in page["panels"]:
+            shown = " ".join(target["expr"] for target in panel["targets"])
+            number = sum(re.search(rf"\b{name}\b", shown) is not None for name in names)
+            found.append((number, f'"/d/{page["uid"]}?viewPanel={panel["id"]}&var-run={{{{ $labels.run }}}}"'))
+    number, link = max(found, key=lambda pair: pair[0])
+    if not number:  # of every process, and in no panel
+        return _panel_of("up", pages)
+    return link
 
 
 def _expanded(panel: Panel) -> Iterator[Panel]:

@@ -77,7 +77,10 @@ class RewardPool:
         return (await self._run(AnswerJob(job_id=next(self._ids), request=request))).value(FinalAnswer)
 
     def statistics(self) -> WorkStatistics:
-        return WorkStatistics(num_processes=len(self._workers), restarts=self._restarts, busy_s=self._busy_s)
+        busy_s = self._busy_s
+        return WorkStatistics(
+            num_processes=len(self._workers), process_busy_s=busy_s, restarts=self._restarts, busy_s=busy_s
+        )
 
     async def close(self) -> None:
         """Kill the processes; discard running rewards."""

@@ -76,6 +76,7 @@ class WorkStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Counts since the start: replaced processes, and seconds spent scoring, summed over parallel rewards."""
 
     num_processes: int = 0  # each scores a completion at a time; 0 if many are scored at a time
+    process_busy_s: float = 0.0  # of these processes
     restarts: int = 0
     busy_s: float = 0.0
 
@@ -90,6 +91,7 @@ class RewardStatistics(msgspec.Struct, frozen=True, kw_only=True):
     scored: Annotated[int, Metric("Completions this worker scored", kind="counter")]
     dropped: Annotated[dict[str, int], Metric("Completions dropped without a reward", kind="counter", label="reason")]
     restarts: Annotated[int, Metric("Reward processes this worker had to replace", kind="counter")]
+    process_busy_s: Annotated[float, Metric("Time of scoring in these processes", "s", "counter")]
     busy_s: Annotated[float, Metric("Time of scoring, summed over rewards that ran at a time", "s", "counter")]
 
 

@@ -33,7 +33,8 @@ HEALTHY: dict[str, tuple[str, str]] = {
     P + "checkpoint_newest_bytes{": (_LEARNER, f"3e9x{_NUM}"),
     P + "reward_waiting{": (_WORKER, f"10x{_NUM}"),
     P + "reward_num_processes{": (_WORKER, f"2x{_NUM}"),
-    P + "reward_busy_seconds_total{": (_WORKER, f"0+15x{_NUM}"),
+    P + "reward_process_busy_seconds_total{": (_WORKER, f"0+15x{_NUM}"),
+    P + "staleness_max{": (_LEARNER, f"1x{_NUM}"),
     P + "fleet_num_workers{": (_LEARNER, f"1x{_NUM}"),
     P + "launcher_num_workers{": (_LEARNER, f"1x{_NUM}"),
     P + 'idle_share{half="learner",': (_LEARNER, f"0.1x{_NUM}"),
@@ -101,7 +102,7 @@ CAUSES: dict[str, dict[str, str]] = {
         P + 'idle_share{half="learner",': f"0.9x{_NUM}",
         P + "engine_idle_seconds_total{": f"0+1x{_NUM}",
     },
-    "RewardsSaturated": {P + "reward_busy_seconds_total{": f"0+29x{_NUM}"},
+    "RewardsSaturated": {P + "reward_process_busy_seconds_total{": f"0+29x{_NUM}"},
     "Hang": {P + "watchdog_hangs_total{": _AT_38_MIN},
     "TurnMissed": {P + "turn_missed_total{": _AT_38_MIN},
     "SharedMemoryFull": {P + "weights_missing_memory_bytes{": f"1000x{_NUM}"},
@@ -195,6 +196,20 @@ def test_workers_of_a_synchronous_run_may_idle(tmp_path: Path) -> None:
         P + 'idle_share{half="learner",': f"0.6x{_NUM}",
     }
     assert _run([_fires(_series(synchronous), 40, set(), "at 40 min")], tmp_path) == ""
+    long_steps = {P + "engine_idle_seconds_total{": f"0+12x{_NUM}", P + "staleness_max{": f"0x{_NUM}"}
+    assert _run([_fires(_series(long_steps), 40, set(), "with a learner that is busy")], tmp_path) == ""
+
+
+def test_drops_of_slow_steps_are_seen(tmp_path: Path) -> None:
+    """The counters change once a step, which takes 22 minutes."""
+    steps = [n * 15 // 1320 for n in range(_NUM + 1)]
+    slow = {
+        P + "last_train_step_timestamp_seconds{": " ".join(f"{1320 * step}" for step in steps),
+        P + "long_train_step_seconds{": f"1330x{_NUM}",
+        P + "ledger_admitted_total{": " ".join(f"{1000 * step}" for step in steps),
+        P + 'ledger_dropped_total{reason="stale",': " ".join(f"{500 * step}" for step in steps),
+    }
+    assert _run([_fires(_series(slow), at, {"SamplesDropped"}, f"at {at} min") for at in (70, 100)], tmp_path) == ""
 
 
 def test_a_symptom_that_comes_and_goes_is_one_alarm(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def test_a_checkpoint_between_two_kills_gives_all_restarts_again(begin: Callable
     run = begin(f"if start <= 3: make(f'step-{{start:06d}}')\n{DIES_SAVING}")
     code, _ = run.end()
     assert (code, run.num_starts) == (137, 4), "the fourth start left no checkpoint between two kills"
+    assert [*run.supervisor.restarts().values()] == [3], "the metric counts all of them"
 
 
 def test_an_unfinished_checkpoint_explains_a_single_end(begin: Callable[..., _Run], tmp_path: Path) -> None:

@@ -121,6 +121,7 @@ def test_a_failed_process_is_restarted_max_restarts_times(supervisor: Supervisor
     eventually(lambda: not supervisor.tend("one"), "it was not given up")
     assert (_num_starts(tmp_path), supervisor.exit_code("one")) == (2, 1)
     assert not supervisor.tend("one"), "and not once more later"
+    assert supervisor.restarts() == {"one": 1}
 
 
 def test_each_end_is_told_with_its_last_words_and_its_logs(

@@ -185,7 +185,7 @@ def test_the_numbers_of_the_newest_checkpoint_are_those_of_its_files(tmp_path: P
     assert room_for_one(tmp_path) == 1024
 
 
-def test_the_room_for_a_checkpoint_is_unknown_while_the_disk_does_not_answer(tmp_path: Path) -> None:
+def test_a_disk_without_an_answer_has_no_known_checkpoint(tmp_path: Path) -> None:
     """The launcher asks at every look, and must not end the run: a stale handle of a network disk is no ENOENT."""
     _make(tmp_path, 5)
     (tmp_path / "step-000010").symlink_to("n" * 300)  # which no `stat` can follow
