@@ -114,7 +114,7 @@ def user(tmp_path: Path) -> Path:
                     *("rollout.episode.type={user}:Wrong", "data.train.rewards=[{{function: {user}:huge}}]"),
                     *("algorithm.loss.behaviour_weight={{rule: none}}", "learner.max_skipped_steps=100000"),
                 ),
-                "idle": ("rollout.num_workers=2", "algorithm.max_staleness=0", "learner.microbatch_tokens=64"),
+                "idle": ("rollout.num_workers=2", "learner.microbatch_tokens=64"),
             },
             {"late": {"TokensPastTheBound", "Unhealthy"}, "wrong": {"StepsSkipped"}, "idle": {"RolloutIdle"}},
             {"late": {"stale"}},
