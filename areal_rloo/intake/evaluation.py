@@ -175,11 +175,13 @@ class Evaluation:
         versions = [version for result in results for version in result.versions]
         many = progress.chosen.num_samples > 1
         voted = many and any(result.answer is not None for result in results)
+        accuracy, accuracy_error = _accuracy([*by_prompt.values()])
         return EvalRecord(
             name=progress.chosen.label,
             policy_version=min(versions, default=self._version),
             policy_version_max=max(versions, default=self._version),
-            **dict(zip(("accuracy", "accuracy_error"), _accuracy([*by_prompt.values()]), strict=True)),
+            accuracy=accuracy,
+            accuracy_error=accuracy_error,
             reward=_mean([result.reward for result in results]),
             reward_error=_error([_mean([result.reward for result in samples]) for samples in by_prompt.values()]),
             num_prompts=len(by_prompt),

@@ -91,8 +91,8 @@ def checkpoint_statistics(folder: Path, *, every_n_steps: int) -> CheckpointStat
 def room_for_one(folder: Path) -> int:
     """Give the size of the newest checkpoint in bytes, for the next one; 0 if there is none, or none can be read."""
     try:
-        return checkpoint_statistics(folder, every_n_steps=0).newest_bytes
-    except OSError:  # of a network disk, for example
+        return _size(next(reversed(list_checkpoints(folder).values())))
+    except (StopIteration, OSError):  # a network disk that does not answer, or a checkpoint removed since
         return 0
 
 

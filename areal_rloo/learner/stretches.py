@@ -89,13 +89,13 @@ def changes_since(checkpoint: Path, config: Config) -> list[Change]:
 
 def begin_stretch(run_folder: Path, config: Config, version: int) -> None:
     """Note a start, and the config from this version on; forget the configs of later steps, which come again."""
-    files, text = _files(run_folder), dump_config(config)
+    folder, files, text = run_folder / "configs", _files(run_folder), dump_config(config)
     for later in [at for at in files if at >= version]:
         files.pop(later).unlink()
     if not files or read_regular(files[max(files)]) != text.encode():
-        (run_folder / "configs").mkdir(exist_ok=True)
-        write_atomically(run_folder / "configs" / f"step-{version:06d}.yaml", text.encode())
-    with contextlib.suppress(OSError), (run_folder / "configs" / _STARTS).open("ab") as file:  # for the report alone
+        folder.mkdir(exist_ok=True)
+        write_atomically(folder / f"step-{version:06d}.yaml", text.encode())
+    with contextlib.suppress(OSError), (folder / _STARTS).open("ab") as file:  # for the report alone
         file.write(msgspec.json.encode(Start(version, f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}")) + b"\n")
 
 

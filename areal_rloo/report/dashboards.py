@@ -111,7 +111,7 @@ def write_dashboards(folder: Path) -> None:
 
 
 def linked(alerts: str, pages: Sequence[dict[str, Any]]) -> str:
-    """Link each alarm to the panel with most of its numbers, the first of equals."""
+    """Link each alarm to the panel with most numbers of its condition, the first of equals."""
     lines: list[str] = []
     expression = ""
     for line in alerts.splitlines():
@@ -126,17 +126,15 @@ def linked(alerts: str, pages: Sequence[dict[str, Any]]) -> str:
 
 
 def _panel_of(expression: str, pages: Sequence[dict[str, Any]]) -> str:
-    names = set(re.findall(rf"{PREFIX}[a-z_0-9]+|process_[a-z_]+", expression)) or {"up"}
-    found = []
-    for page in pages:
-        for panel in page["panels"]:
-            shown = " ".join(target["expr"] for target in panel["targets"])
-            number = sum(re.search(rf"\b{name}\b", shown) is not None for name in names)
-            found.append((number, f'"/d/{page["uid"]}?viewPanel={panel["id"]}&var-run={{{{ $labels.run }}}}"'))
-    number, link = max(found, key=lambda pair: pair[0])
-    if not number:  # of every process, and in no panel
-        return _panel_of("up", pages)
-    return link
+    condition = expression.partition(" and on (")[0]  # the rest says when the alarm is silent
+    names = set(re.findall(rf"{PREFIX}[a-z_0-9]+|process_[a-z_]+", condition))
+
+    def numbers(place: tuple[dict[str, Any], dict[str, Any]]) -> tuple[int, bool]:
+        words = {word for target in place[1]["targets"] for word in re.findall(r"\w+", target["expr"])}
+        return len(names & words), "up" in words  # a number in no panel is that of a process
+
+    page, panel = max(((page, panel) for page in pages for panel in page["panels"]), key=numbers)
+    return f'"/d/{page["uid"]}?viewPanel={panel["id"]}&var-run={{{{ $labels.run }}}}"'
 
 
 def _expanded(panel: Panel) -> Iterator[Panel]:
