@@ -1,9 +1,10 @@
 """Does the learner's bookkeeping for a sample cost more with more samples in flight, or with more workers?
 
-Each case fills the pipeline up to the staleness bound, as a fleet with much room does. Then workers finish samples, one
-message each, and after every message the training thread looks for a batch, as in a run. The time is that of
-`Intake.handle`, `take_batch`, `grants` and `commit`, for each sample, on one core and without sockets. The named
-alternative is the first case: a flat cost has a ratio of 1.
+Each case fills the pipeline up to the staleness bound; all workers have the same room. Then workers finish samples, one
+message each, and after every message the training thread looks for a batch, as in a run. Each worker sends a heartbeat
+a second, and the timer for silent workers ticks, at 25,000 samples a second. The time is that of `Intake.handle`,
+`tick`, `take_batch`, `grants` and `commit`, for each sample, on one core and without sockets. The named alternative is
+the first case: a flat cost has a ratio of 1.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.tasks import Item, Source
 from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.weights.offers import Offers
-from areal_rloo.wire.messages import Duty, Finished, Hello, Leases, Results, Work
+from areal_rloo.wire.messages import Duty, Finished, Heartbeat, Hello, Leases, Results, Work, digest
 from benchmarks.harness import Benchmark, Case
 
 # groups a step, group size, eta, workers
 SIZES = ((48, 8, 1, 1), (256, 8, 2, 32), (512, 16, 4, 64), (1024, 16, 8, 512), (1024, 16, 8, 1024), (8192, 16, 8, 1024))
 _LEARNER = "learner"
+_SAMPLE_S = 40e-6  # between two samples: the aim
+_HEARTBEAT_S, _TICK_S = 1.0, 0.25
 
 
 def cases(quick: bool) -> Generator[Case]:
@@ -71,12 +74,15 @@ class Load:
             history=((_LEARNER, 0),),
             lies=Lies(config, vocab_size=100),
         )
-        self._intake.fleet._most_samples = self.num_in_flight  # room is not what limits this fleet
-        self._version, self._random = 0, random.Random(0)
+        room = -(-self.num_in_flight // num_workers)
+        self._intake.fleet._most_samples = room
+        self._version, self._num_samples, self._random = 0, 0, random.Random(0)
+        self._peers = [f"w{index}" for index in range(num_workers)]
+        self._beats, self._ticks = Clock(_HEARTBEAT_S / num_workers), Clock(_TICK_S)
         self._held: deque[tuple[str, Duty, int]] = deque()
-        for index in range(num_workers):
-            hello = Hello(f"w{index}", "1", self.num_in_flight, 0, _LEARNER, 1, 0, (), Work())
-            self._note(self._intake.handle(f"w{index}", hello, 0.0))
+        for peer in self._peers:
+            hello = Hello(peer, "1", room, 0, _LEARNER, 1, 0, (), Work())
+            self._note(self._intake.handle(peer, hello, 0.0))
 
     @property
     def num_in_flight(self) -> int:
@@ -97,14 +103,22 @@ class Load:
         """Finish samples; return the time of the intake for each."""
         busy_s = 0.0
         for peer, message in self._results(num_samples):
+            now_s = self._num_samples * _SAMPLE_S
+            beats = [self._heartbeat(number) for number in self._beats.due(now_s)]
+            num_ticks = len(self._ticks.due(now_s))
             began_s = time.thread_time()
-            outgoing = self._intake.handle(peer, message, 0.0)
+            outgoing = self._intake.handle(peer, message, now_s)
+            for sender, heartbeat in beats:
+                outgoing += self._intake.handle(sender, heartbeat, now_s)
+            for _ in range(num_ticks):
+                outgoing += self._intake.tick(now_s)
             if self._intake.take_batch() is not None:
                 self._version += 1
                 outgoing += self._intake.commit(self._version, evaluate=False)
             else:
                 outgoing += self._intake.grants()
             busy_s += time.thread_time() - began_s
+            self._num_samples += 1
             self._note(outgoing)
         return 1e6 * busy_s / num_samples
 
@@ -119,10 +133,28 @@ class Load:
             yield peer, Results(_LEARNER, 7, (Finished(duty.lease_id, (made,)),))
         self._held.extendleft(together)
 
+    def _heartbeat(self, number: int) -> tuple[str, Heartbeat]:
+        worker = self._intake.fleet.at(self._peers[number % len(self._peers)])
+        assert worker is not None
+        duties = digest(worker.duties)
+        return worker.peer, Heartbeat(_LEARNER, 8, worker.newest_lease, duties, 0, self._version, False, Work(), 0)
+
     def _note(self, outgoing: list[Outgoing]) -> None:
         for peer, message in outgoing:
             if isinstance(message, Leases):
                 self._held.extend((peer, duty, lease.min_version) for lease in message.leases for duty in lease.duties)
+
+
+class Clock:
+    """Events at equal distances in time."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s, self._num = every_s, 0
+
+    def due(self, now_s: float) -> range:
+        """Return the numbers of the events since the last call."""
+        before, self._num = self._num, int(now_s / self._every_s)
+        return range(before, self._num)
 
 
 def _completion(version: int) -> Completion:

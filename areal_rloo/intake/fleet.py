@@ -36,6 +36,7 @@ SET_ASIDE_S, _MOST_DOUBLINGS = 300.0, 4  # twice as long each time
 _VOTES_S = 300.0  # of workers that departed, and at the start of those that are expected
 _MOST_TICK_S = 1.0  # the rest of a longer time is the learner's own
 _MARKS = 8  # the age of a lease is known to this part of the most
+_COMPARED = 256  # duties of a worker in the time of a heartbeat: a tenth of a millisecond
 _LATE_S = 0.25  # of messages that a process sent before its end
 
 
@@ -282,8 +283,8 @@ class Fleet:
         worker.num_decoding = heartbeat.num_decoding
 
     def differs(self, worker: Worker, heartbeat: Heartbeat, now_s: float, wire: WireConfig) -> bool:
-        """Compare all duties; not for every heartbeat of a flood. The next heartbeat tells the same."""
-        if now_s < worker.compared_s + wire.heartbeat_s / 4:
+        """Compare all duties, but not for every heartbeat of many duties, or of a flood. A later one tells the same."""
+        if now_s < worker.compared_s + wire.heartbeat_s * max(0.25, len(worker.duties) / _COMPARED):
             return False
         worker.compared_s = now_s
         return worker.differs(heartbeat)

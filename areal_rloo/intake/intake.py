@@ -25,7 +25,6 @@ from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Group
 from areal_rloo.weights.offers import Offers
 from areal_rloo.wire import messages as wire
-from areal_rloo.wire.messages import Duty
 
 logger = get_logger(__name__)
 
@@ -289,7 +288,7 @@ class Intake:
             replies.append(wire.Drain())  # this worker came after the others were told
         return [Outgoing(peer, reply) for reply in replies]
 
-    def _adopt(self, worker: Worker, duty: Duty) -> bool:
+    def _adopt(self, worker: Worker, duty: wire.Duty) -> bool:
         """Let a worker taken for dead go on with a duty, unless another worker has begun the sample."""
         sample = self._leasing.sample(duty.sample_id)
         if sample is None or worker.standing.set_aside_until_s is not None:

@@ -98,7 +98,7 @@ class Leasing:
 
         The cost does not grow with the groups in flight, nor with the workers that have no room.
         """
-        if not self._queue and not self._num_admissible(policy_version, published):
+        if not self._queue and (self.stream.exhausted or not self._num_admissible(policy_version, published)):
             return
         room = Room(self.fleet)
         passed_over: list[LedgerGroup] = []  # they wait for room at another worker, and take none

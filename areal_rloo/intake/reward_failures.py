@@ -17,18 +17,33 @@ from areal_rloo.telemetry.logs import get_logger
 logger = get_logger(__name__)
 
 
+class _Outcomes:
+    """Which of the last completions of all workers failed, and how many: a batch of them is not counted anew."""
+
+    def __init__(self, number: int) -> None:
+        self._failed: deque[bool] = deque(maxlen=number)
+        self.num_failed = 0
+
+    def __len__(self) -> int:
+        return len(self._failed)
+
+    def append(self, failed: bool) -> None:
+        self.num_failed += failed - (self._failed[0] if len(self._failed) == self._failed.maxlen else False)
+        self._failed.append(failed)
+
+
 class RewardFailures:
     """The share of failures among the last completions: of a batch of all workers, and of each worker's own."""
 
     def __init__(self, config: Config) -> None:
-        self._failed: deque[bool] = deque(maxlen=max(LAST_OUTCOMES, config.samples_per_step))
+        self._outcomes = _Outcomes(max(LAST_OUTCOMES, config.samples_per_step))
         self._most_share = config.rollout.max_reward_failure_share
         self._rollout = config.rollout
         self._first: RewardError | None = None
 
     def scored(self, standing: Standing | None) -> None:
         """Record a completion with a reward; `standing` is None if the worker is taken for dead."""
-        self._failed.append(False)
+        self._outcomes.append(False)
         if standing is not None:
             standing.failed.append(False)
             if len(standing.failed) == standing.failed.maxlen and not any(standing.failed):
@@ -48,14 +63,14 @@ class RewardFailures:
         if error.reason == "reward_unavailable":
             return  # this worker has no reward processes, which says nothing about the rewards
         self._first = self._first or error
-        self._failed.append(True)
-        if len(self._failed) < LAST_OUTCOMES or not self._too_many(self._failed) or not self._by_most(votes):
+        self._outcomes.append(True)
+        if len(self._outcomes) < LAST_OUTCOMES or not self._too_many_of_all or not self._by_most(votes):
             return
-        num_failed = sum(self._failed)
         logger.error("the first completion without a reward: %s", self._first)
+        num_failed = self._outcomes.num_failed
         place = " (its traceback is in logs/learner.log)" if self._first.has_traceback else ""
         raise UserError(
-            f"{self._blamed(self._first.reason)}: {num_failed} of the last {len(self._failed)} completions got no "
+            f"{self._blamed(self._first.reason)}: {num_failed} of the last {len(self._outcomes)} completions got no "
             f"reward, more than rollout.max_reward_failure_share={self._most_share:g}; the first: "
             f"{self._first.reason}: {self._first.summary}{place}"
         )
@@ -66,7 +81,7 @@ class RewardFailures:
         A prompt whose reward always fails fills a worker's own completions with failures, but not those of all.
         """
         own = standing.failed
-        if len(own) < LAST_OUTCOMES or not self._too_many(own) or not self._too_many(self._failed):
+        if len(own) < LAST_OUTCOMES or not self._too_many(own) or not self._too_many_of_all:
             return None
         if self._by_most(votes):
             return None
@@ -85,6 +100,10 @@ class RewardFailures:
         """Return True if most of the workers fail too often."""
         fails = [self._too_many(failed) for failed in votes]
         return 2 * sum(fails) > len(fails)
+
+    @property
+    def _too_many_of_all(self) -> bool:
+        return self._outcomes.num_failed > self._most_share * len(self._outcomes)
 
     def _too_many(self, failed: Collection[bool]) -> bool:
         return sum(failed) > self._most_share * len(failed)

@@ -24,9 +24,10 @@ from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.waiting import cancel, failed
 from areal_rloo.weights.collective import CollectiveSender
+from areal_rloo.weights.commands import Answered, Begin, Call, Command, Over, Repeat
 from areal_rloo.weights.fingerprint import Sampler
 from areal_rloo.weights.manifest import Manifest, Notice, checksum
-from areal_rloo.weights.offers import Answered, Begin, Call, Command, Offers, Over, Repeat
+from areal_rloo.weights.offers import Offers
 from areal_rloo.weights.shared_memory import SharedMemorySender
 
 logger = get_logger(__name__)

@@ -17,11 +17,13 @@ version taken undoes one doubling.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from areal_rloo.telemetry.logs import get_logger
+from areal_rloo.weights.commands import Answered, Begin, Call, Command, Over, Repeat
 
 logger = get_logger(__name__)
 
@@ -31,54 +33,11 @@ _MOST_TOGETHER = 2**20  # far above any number of workers
 _MOST_PASSED = 16  # offers without a worker; then the worker is called with the others again
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Ask these workers if they can take part in a broadcast."""
-
-    offer_id: int
-    workers: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """Offer a version to these workers, and send the weights."""
-
-    offer_id: int
-    policy_version: int
-    workers: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Repeat:
-    """Send the notice of an open offer to a worker again: the notice was lost."""
-
-    offer_id: int
-    worker_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """A worker has answered: `taken` if the worker has the version and reads no bucket any more."""
-
-    offer_id: int
-    worker_id: str
-    taken: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Over:
-    """An offer has ended: the weights are sent, and every worker has answered or missed the deadline."""
-
-    offer_id: int
-
-
-Command = Call | Begin | Repeat | Answered | Over
-
-
 @dataclass(slots=True)
 class Member:
     """A worker whose engine takes weights."""
 
+    worker_id: str
     policy_version: int
     highest_version: int  # so far
     since_version: int = -1  # the newest when the worker came, or fell back
@@ -110,6 +69,10 @@ class _Offer:
     left: set[str] = field(default_factory=set)  # departed without an answer to the offer
     took: dict[str, bool] = field(default_factory=dict)  # in time; true if the version was new to the worker
 
+    @property
+    def is_answered_call(self) -> bool:
+        return not self.has_begun and not self.called
+
 
 class Offers:
     """The members and the open offers."""
@@ -126,13 +89,18 @@ class Offers:
         self.num_failures = self.num_left_out = 0
         self._together, self._timeout_s, self._call_timeout_s = together, timeout_s, call_timeout_s
         self._departed: dict[str, Member] = {}
-        self._offers: dict[int, _Offer] = {}
+        self._offers: dict[int, _Offer] = {}  # in the order of their deadlines
+        # When each worker behind is due, as a heap. An entry can be out of date: `_next_behind` removes it.
+        self._queue: list[tuple[float, str]] = []
+        self._queued: set[tuple[float, str]] = set()
         self._commands: list[Command] = []
         self._num_offers = 0
 
     def publish(self, policy_version: int) -> None:
         """Make this the version to offer."""
         self.newest_version = policy_version
+        for member in self.members.values():
+            self._enqueue(member)
 
     def join(self, worker_id: str, policy_version: int | None, *, number: int = 0, now_s: float) -> None:
         """Record the version of a worker's engine; None: the engine takes no weights now, e.g. while it starts.
@@ -144,7 +112,7 @@ class Offers:
             return
         member = self.members.get(worker_id)
         if member is None:
-            member = self._departed.pop(worker_id, None) or Member(policy_version, policy_version)
+            member = self._departed.pop(worker_id, None) or Member(worker_id, policy_version, policy_version)
             member.since_version = self.newest_version
             self.members[worker_id] = member
         if number < member.answer_number:
@@ -155,6 +123,7 @@ class Offers:
         member.left_call = False
         member.policy_version = policy_version
         member.highest_version = max(member.highest_version, policy_version)
+        self._enqueue(member)
 
     def heard(
         self,
@@ -174,6 +143,7 @@ class Offers:
         offer = self._offers.get(member.offer_id)
         if offer is None:  # past its deadline
             member.offer_id = member.offer_id if receiving else None
+            self._enqueue(member)
         elif newest_offer < offer.offer_id and now_s - offer.begun_s > self._call_timeout_s:
             self._commands.append(Repeat(offer.offer_id, worker_id))
 
@@ -250,14 +220,13 @@ class Offers:
 
     def poll(self, now_s: float) -> list[Command]:
         """End overdue offers, begin the offers due, and return the commands since the last call."""
-        for offer in list(self._offers.values()):
+        while (offer := self._next_to_end()) is not None and (now_s >= offer.deadline_s or offer.is_answered_call):
             self._look_at(offer, now_s)
-        behind = [name for name, member in self.members.items() if self._is_due(member, now_s)]
-        if behind and self._together and not self._offers:
-            self._call(now_s)
-        elif not self._together:
-            for worker_id in behind:
-                self._begin(self._made({worker_id}, now_s), now_s)
+        while (member := self._next_behind()) is not None and now_s >= member.again_s:
+            if self._together:
+                self._call(now_s)
+            else:
+                self._begin(self._made({member.worker_id}, now_s), now_s)
         commands, self._commands = self._commands, []
         return commands
 
@@ -269,25 +238,40 @@ class Offers:
 
     def due_s(self) -> float:
         """Return the time of the next change without an event."""
-        times = [offer.deadline_s for offer in self._offers.values()]
-        if not self._together or not self._offers:
-            times += [m.again_s for m in self.members.values() if m.offer_id is None and self._is_behind(m)]
-        return min(times, default=math.inf)
+        offer, member = self._next_to_end(), self._next_behind()
+        return min(
+            math.inf if offer is None else offer.deadline_s,
+            math.inf if member is None else member.again_s,
+        )
+
+    def _next_to_end(self) -> _Offer | None:
+        """Return the offer with the next deadline."""
+        return next((offer for offer in self._offers.values() if offer.deadline_s < math.inf), None)
+
+    def _next_behind(self) -> Member | None:
+        """Return the worker that gets the next offer, at its `again_s`; None while a collective is under way."""
+        if self._together and self._offers:
+            return None
+        while self._queue:
+            again_s, worker_id = self._queue[0]
+            member = self.members.get(worker_id)
+            if member is not None and member.again_s == again_s and self._waits(member):
+                return member
+            self._queued.discard(heapq.heappop(self._queue))
+        return None
 
     def _look_at(self, offer: _Offer, now_s: float) -> None:
-        overdue = now_s >= offer.deadline_s
         if offer.has_begun:
-            if overdue:
-                self._time_out(offer, offer.pending, now_s)
-                offer.pending.clear()
-                offer.deadline_s = math.inf  # the transport may still be busy
-                self._end_if_over(offer)
-        elif overdue or not offer.called:
-            self._time_out(offer, offer.called, now_s)
-            if offer.workers:
-                self._begin(offer, now_s)
-            else:
-                del self._offers[offer.offer_id]
+            self._time_out(offer, offer.pending, now_s)
+            offer.pending.clear()
+            offer.deadline_s = math.inf  # the transport may still be busy
+            self._end_if_over(offer)
+            return
+        self._time_out(offer, offer.called, now_s)
+        if offer.workers:
+            self._begin(offer, now_s)
+        else:
+            del self._offers[offer.offer_id]
 
     def _call(self, now_s: float) -> None:
         offer = self._made(set(), now_s)
@@ -339,6 +323,7 @@ class Offers:
         assert member.offer_id is not None, "only an offer is answered"
         member.answer_number = max(member.answer_number, number)
         offer_id, member.offer_id = member.offer_id, None
+        self._enqueue(member)
         self._settle(offer_id, worker_id, taken=taken)
 
     def _give_up(self, worker_id: str) -> None:
@@ -370,15 +355,25 @@ class Offers:
         """Back off after a failed offer. If others took part, separate them: any may be why, and may keep it up."""
         if 1 < offer.num_begun <= member.most_together:
             member.most_together, member.again_s = offer.num_begun // 2, now_s + first_s
+            self._enqueue(member)
         else:
             self._back_off(member, now_s, first_s=first_s)
 
     def _back_off(self, member: Member, now_s: float, *, first_s: float) -> None:
         member.again_s = now_s + first_s + self._call_timeout_s * (2.0**member.num_doublings - 1)
         member.num_doublings = min(member.num_doublings + 1, _MOST_DOUBLINGS)
+        self._enqueue(member)
+
+    def _enqueue(self, member: Member) -> None:
+        """Queue a worker that may be due later; call this after each change of a member."""
+        entry = (member.again_s, member.worker_id)
+        if self._waits(member) and entry not in self._queued:
+            self._queued.add(entry)
+            heapq.heappush(self._queue, entry)
 
     def _is_behind(self, member: Member) -> bool:
         return member.policy_version < self.newest_version
 
-    def _is_due(self, member: Member, now_s: float) -> bool:
-        return member.offer_id is None and now_s >= member.again_s and self._is_behind(member)
+    def _waits(self, member: Member) -> bool:
+        """Return True if a worker is behind and has no offer."""
+        return member.offer_id is None and self._is_behind(member)

@@ -21,6 +21,7 @@ BESIDE = (
         "intake/queues.py",
         "intake/reward_failures.py",
         "weights/offers.py",
+        "weights/commands.py",
     ),
     *("learner/parallel/", "learner/team.py", "algorithm/diagnostics.py"),
     *(

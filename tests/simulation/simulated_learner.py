@@ -21,7 +21,8 @@ from areal_rloo.intake.prompts import Prompt, PromptStreamState
 from areal_rloo.intake.refit import refit
 from areal_rloo.intake.saved_ledger import LedgerState, ledger_of, ledger_state
 from areal_rloo.trajectory import Group, Item, SampleId, Trajectory
-from areal_rloo.weights.offers import Begin, Call, Offers, Repeat
+from areal_rloo.weights.commands import Begin, Call, Repeat
+from areal_rloo.weights.offers import Offers
 from areal_rloo.wire import messages as wire
 from areal_rloo.wire.messages import Duty
 

@@ -1,5 +1,6 @@
 """Completions without a reward are dropped; too many end the run with the reason, or set their worker aside."""
 
+import random
 import re
 from collections.abc import Collection
 
@@ -12,7 +13,7 @@ from areal_rloo.config import load_config
 from areal_rloo.errors import RewardError, UserError, shortened
 from areal_rloo.intake.fleet import LAST_OUTCOMES, SET_ASIDE_S, Standing
 from areal_rloo.intake.intake import Intake
-from areal_rloo.intake.reward_failures import RewardFailures
+from areal_rloo.intake.reward_failures import RewardFailures, _Outcomes
 from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.wire.messages import Abort, Duty, Finished, Goodbye, Heartbeat, Hello, Results, Work, digest
 
@@ -21,6 +22,16 @@ ERROR = RewardError(
 )
 
 NO_PROCESS = RewardError("reward_unavailable", "no process could be started")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_count_of_failures_is_that_of_the_last_outcomes(seed: int) -> None:
+    rng, outcomes, last = random.Random(seed), _Outcomes(7), list[bool]()
+    for _ in range(50):
+        failed = rng.random() < 0.5
+        outcomes.append(failed)
+        last = [*last, failed][-7:]
+        assert (outcomes.num_failed, len(outcomes)) == (sum(last), len(last))
 
 
 class _Failures:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from areal_rloo.weights.offers import Begin, Call, Command, Offers
+from areal_rloo.weights.commands import Begin, Call, Command
+from areal_rloo.weights.offers import Offers
 
 
 def _offers(*workers: str) -> Offers:

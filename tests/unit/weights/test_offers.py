@@ -2,7 +2,8 @@
 
 import pytest
 
-from areal_rloo.weights.offers import Answered, Begin, Call, Offers, Over, Repeat
+from areal_rloo.weights.commands import Answered, Begin, Call, Over, Repeat
+from areal_rloo.weights.offers import Offers
 
 
 def _offers(*workers: str, together: bool = False) -> Offers:
