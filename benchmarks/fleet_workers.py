@@ -3,8 +3,7 @@
 A worker takes leases, "generates" random tokens of log-normal length, submits the trajectories, and takes every version
 of the weights at once, without reading them. Only the engine is missing: with a rate, the samples of a worker end at
 the ends of decode steps, as those of an engine. One loop serves all workers of the process, as the loop of `raw` does:
-with tasks of asyncio, the workers of a core were busier than the learner. The loop reads the sockets of all workers
-between the work of two, so the time of an acknowledgement does not contain what other workers have to do.
+with tasks of asyncio, the workers of a core were busier than the learner.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _LONGEST = 4096
 _DECODE_STEP_S = 0.02
 _PATIENCE_S = 60.0
 _LONGEST_WAIT_S = 0.02  # then the pipe is looked at
-_GATHER_S, _MOST_GATHER_S = 16e-6, 0.001  # from poll to poll, for each socket, and at most
+_GATHER_S, _MOST_GATHER_S = 16e-6, 0.001  # from poll to poll: a poll looks at all sockets; for each, and at most
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -74,7 +73,7 @@ class Measured:
 
 
 def gather_s(num_workers: int) -> float:
-    """Return the time from poll to poll: a poll looks at all sockets."""
+    """Return the time from poll to poll."""
     return min(_GATHER_S * num_workers, _MOST_GATHER_S)
 
 
@@ -110,25 +109,18 @@ class SyntheticWorker:
         self._first_step_s = time.perf_counter() + self._random.random() * _DECODE_STEP_S
         self._due_s = self._first_step_s + self._between_s()  # of the next sample
         self.wake_s = 0.0
-        self._received: list[tuple[float, list[bytes]]] = []
 
-    def receive(self) -> None:
-        """Take all messages from the socket."""
+    def read(self) -> None:
+        """Handle all messages that are here."""
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._received.append((time.perf_counter(), frames))
-
-    def read(self) -> None:
-        """Handle the received messages."""
-        received, self._received = self._received, []
-        for received_s, frames in received:
             message = decode_learner(frames, self._limits)
             if isinstance(message, Ack):
-                ended_s = self._sent_s.pop(message.number, ())
-                self._measured.latencies_s += [received_s - each_s for each_s in ended_s]
+                now_s, ended_s = time.perf_counter(), self._sent_s.pop(message.number, ())
+                self._measured.latencies_s += [now_s - each_s for each_s in ended_s]
                 self._num_unacknowledged -= len(ended_s)
             orders = self._protocol.handle(message, self._engine)
             self._held.extend((duty, lease) for lease in orders.start for duty in lease.duties)
@@ -214,14 +206,12 @@ class Workers:
         self._queue: list[tuple[float, int, SyntheticWorker]] = []
         self._chooser, self._num_deaths = random.Random(load.first), 0
         self._names: dict[SyntheticWorker, str] = {}
-        self._to_read: dict[SyntheticWorker, None] = {}  # in the order of their messages
-        self._polls_s = 0.0  # time of the next poll
         for index in range(load.num_workers):
             self._join(f"w{load.first + index}", 0)
 
     def serve(self, pipe: Pipe) -> None:
         """Serve until the pipe says stop; answer every other word with a `Window`."""
-        busy_s, dies_s, looks_s = time.process_time(), self._next_death_s(), 0.0
+        busy_s, dies_s, looks_s, polls_s = time.process_time(), self._next_death_s(), 0.0, 0.0
         while True:
             now_s = time.perf_counter()
             if now_s >= looks_s:
@@ -237,12 +227,13 @@ class Workers:
                 dies_s = self._next_death_s()
                 self._replace(self._chooser.choice(list(self._names)))
             next_s = self._queue[0][0] if self._queue else math.inf
-            if now_s < self._polls_s:
-                time.sleep(self._polls_s - now_s)
-            self._receive(min(looks_s, next_s) - max(now_s, self._polls_s))
-            while self._to_read:
-                worker = next(iter(self._to_read))
-                del self._to_read[worker]
+            if now_s < polls_s:
+                time.sleep(polls_s - now_s)
+            wait_s = min(looks_s, next_s) - max(now_s, polls_s)
+            polled = self._poller.poll(max(0, math.ceil(1000 * wait_s)))
+            polls_s = time.perf_counter() + gather_s(len(self._names))
+            for socket, _ in polled:
+                worker = self._by_socket[socket]
                 worker.read()
                 self._act(worker)
             now_s = time.perf_counter()
@@ -250,14 +241,6 @@ class Workers:
                 wake_s, _, worker = heapq.heappop(self._queue)
                 if wake_s == worker.wake_s and worker in self._names:
                     self._act(worker)
-
-    def _receive(self, wait_s: float) -> None:
-        """Take the messages of all workers from the sockets."""
-        for socket, _ in self._poller.poll(max(0, math.ceil(1000 * wait_s))):
-            worker = self._by_socket[socket]
-            worker.receive()
-            self._to_read[worker] = None
-        self._polls_s = time.perf_counter() + gather_s(len(self._names))
 
     def close(self) -> None:
         for worker in self._names:
@@ -267,8 +250,6 @@ class Workers:
     def _act(self, worker: SyntheticWorker) -> None:
         before_s = worker.wake_s
         worker.act()
-        if time.perf_counter() >= self._polls_s > 0.0:
-            self._receive(0.0)
         if worker.wake_s != before_s:
             heapq.heappush(self._queue, (worker.wake_s, id(worker), worker))
 
@@ -289,7 +270,6 @@ class Workers:
         name = self._names.pop(worker)
         self._poller.unregister(worker.socket)
         del self._by_socket[worker.socket]
-        self._to_read.pop(worker, None)
         worker.close()
         self._num_deaths += 1
         self._measured.deaths += 1

@@ -84,7 +84,7 @@ logger = get_logger(__name__)
 
 _LAUNCHER_FIRST_S = 5.0  # the launcher ends a slow learner first, and says why
 _LONG_STEP_S = 3600.0  # a first step may compile; after half an hour, the log has the stacks
-_SCRAPE_S = 1.0  # a hung event loop must not hide the watchdog's metric: a scrape waits three times, 5 s at most
+_SCRAPE_S = 1.0  # a hung event loop must not hide the watchdog's metric: a scrape waits four times, 5 s at most
 _DRAIN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # Slurm passes USR1 on to a step
 
 
@@ -201,6 +201,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
     )
     service = IntakeService(intake, broadcaster, _channel(config, arguments), heartbeat_s=config.wire.heartbeat_s)
     watchdog = Watchdog()
+    reporter.metrics.follow(lambda: reporter.moving(service.call(intake.statistics, timeout_s=_SCRAPE_S)))
     _serve_metrics(config, arguments, registry, service, broadcaster, watchdog)
     _drain_on_signals(service, config.launcher.drain_timeout_s + _LAUNCHER_FIRST_S)
     learner = Learner(

@@ -58,10 +58,9 @@ class Learner:
         """
         while self.policy_version < self.config.learner.num_train_steps:
             waiting_since_s = time.monotonic()
-            with span("training", "wait for a batch"):
+            with span("training", "wait for a batch"), self.reporter.waiting():
                 batch = self.intake.take_batch()
             wait_s = time.monotonic() - waiting_since_s
-            self.reporter.totals.learner_idle_s += wait_s
             if batch is None:
                 break
             self.doing = f"step {self.policy_version + 1}"

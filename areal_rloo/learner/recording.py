@@ -1,12 +1,14 @@
 """Write single trajectories to trajectories.jsonl, for people who want to read samples of a run.
 
 Of each step: a few groups, spread over the batch, with their advantages; and the samples dropped since the last step
-(the ledger keeps the last few hundred). Runs on the training thread, between two steps. A full disk costs records only.
+(the ledger keeps the last few hundred). The training thread makes the records between two steps, and a separate thread
+writes them: to thin out a large file takes seconds. A full disk costs records only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,8 @@ class Recorder:
         self._file = TrajectoryFile(path, most_bytes=config.most_trajectories_bytes) if self._num_wanted else None
         self._records = RecordMaker(tokenizer)
         self._num_lost = 0
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="trajectories")
+        self._written: Future[None] | None = None
 
     def step(
         self,
@@ -54,15 +58,22 @@ class Recorder:
     def close(self, drops: Iterable[Drop], *, policy_version: int) -> None:
         """Write the samples dropped since the last step, and close the file."""
         self._append(self._dropped(drops, policy_version))
+        self._writer.shutdown()
         if self._file is not None:
             self._file.close()
 
     def _append(self, made: Iterable[TrajectoryRecord]) -> None:
+        """Write the records while the training thread goes on; wait for the last ones, so that few are in memory."""
         if self._file is None:
             return
         records = list(made)
+        if self._written is not None:
+            self._written.result()
+        self._written = self._writer.submit(self._write, self._file, records)
+
+    def _write(self, file: TrajectoryFile, records: Sequence[TrajectoryRecord]) -> None:
         try:
-            self._file.append(records)
+            file.append(records)
         except OSError as error:
             self._num_lost += len(records)
             logger.error("%d records are missing from trajectories.jsonl so far: %s", self._num_lost, error)

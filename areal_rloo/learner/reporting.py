@@ -10,8 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import InitVar, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,7 +33,7 @@ from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
 from areal_rloo.telemetry.metrics import LearnerMetrics, MetricsFile, read_records
 from areal_rloo.telemetry.progress import evaluation_line
-from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
+from areal_rloo.telemetry.records import EvalRecord, MovingNumbers, Record, TrainRecord
 from areal_rloo.telemetry.summary import Summary
 from areal_rloo.telemetry.words import Words
 from areal_rloo.trajectory import Group
@@ -41,8 +42,8 @@ from areal_rloo.wire.messages import MOST_COUNT, MOST_SECONDS
 logger = get_logger(__name__)
 
 _TOTALS = (
-    *("wall_s", "skipped_steps", "failed_checkpoints", "learner_idle_s", "rollout_idle_s", "rollout_busy_s"),
-    *("decoding_s", "generated_tokens"),
+    *("wall_s", "failed_checkpoints", "learner_idle_s", "rollout_idle_s", "rollout_busy_s", "decoding_s"),
+    "generated_tokens",
 )
 _LAST_STEPS = 10
 _FIRST_STEP_S = 360.0  # assumed before the first step, which loads and compiles
@@ -97,6 +98,7 @@ class Reporter:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="metrics")
         self._before = msgspec.structs.replace(self.totals)
         self._first_step: IntakeStatistics | None = None
+        self._waits_since_s: float | None = None  # the learner, for a batch
         self._parts = Words(_MOST_PARTS)
         self.start_clock()
 
@@ -142,16 +144,11 @@ class Reporter:
             num_train_steps=policy_version,
             policy_version=policy_version,
             wait_s=times["waiting"],
-            **{name: getattr(totals, name) for name in _TOTALS},
+            skipped_steps=totals.skipped_steps,
+            **msgspec.structs.asdict(self._moving(totals, statistics)),
             generated_tokens_per_s=num_generated / elapsed_s,
             trained_tokens_per_s=masks.num_tokens / elapsed_s,
             idle_share={half: min(1.0, max(0.0, seconds / elapsed_s)) for half, seconds in idle_s.items()},
-            num_workers=statistics.num_workers,
-            weights_behind=statistics.num_behind,
-            filtered_prompts=statistics.filtered_prompts,
-            epoch=statistics.epoch,
-            truncated_prompts=statistics.truncated_prompts,
-            ledger=statistics.ledger,
             **batch_numbers(batch, label=self._parts.label),
             **result.numbers,
             **{**result.measured, "times_s": {**result.measured["times_s"], **times}},
@@ -185,18 +182,52 @@ class Reporter:
             long_train_step_s=sorted(self._steps_s.copy())[-2:][0],
         )
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside as a wait of the learner for a batch."""
+        since_s = self._waits_since_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waits_since_s = None
+            self.totals.learner_idle_s += time.monotonic() - since_s
+
+    def moving(self, statistics: IntakeStatistics) -> MovingNumbers:
+        """Return the moving numbers at this moment; safe on any thread."""
+        return self._moving(self._totals_now(statistics), statistics)
+
     def update_totals(self, statistics: IntakeStatistics) -> None:
         """Bring the totals up to this moment."""
-        if self._first_step is not None:
-            idle_s = (statistics.rollout_idle_s - self._first_step.rollout_idle_s) / self.config.rollout.num_workers
-            self.totals.rollout_idle_s = min(self._before.rollout_idle_s + idle_s, MOST_SECONDS)
-        busy_s, decoding_s = self._before.rollout_busy_s, self._before.decoding_s
-        self.totals.rollout_busy_s = min(busy_s + statistics.rollout_busy_s, MOST_SECONDS)
-        self.totals.decoding_s = min(decoding_s + statistics.decoding_s, MOST_SECONDS)
-        num_generated = self._before.generated_tokens + statistics.generated_tokens  # as the workers say
-        self.totals.generated_tokens = min(num_generated, MOST_COUNT)
-        self.count_failed_checkpoints()
-        self.update_clock()
+        now = self._totals_now(statistics)
+        for name in _TOTALS:
+            setattr(self.totals, name, getattr(now, name))
+
+    def _totals_now(self, statistics: IntakeStatistics) -> Totals:
+        """Return the totals at this moment, with the learner's present wait."""
+        now, before, waits_since_s = msgspec.structs.replace(self.totals), self._before, self._waits_since_s
+        if waits_since_s is not None:
+            now.learner_idle_s += time.monotonic() - waits_since_s
+        if (first := self._first_step) is not None:
+            idle_s = (statistics.rollout_idle_s - first.rollout_idle_s) / self.config.rollout.num_workers
+            now.rollout_idle_s = min(before.rollout_idle_s + idle_s, MOST_SECONDS)
+        now.rollout_busy_s = min(before.rollout_busy_s + statistics.rollout_busy_s, MOST_SECONDS)
+        now.decoding_s = min(before.decoding_s + statistics.decoding_s, MOST_SECONDS)
+        num_generated = before.generated_tokens + statistics.generated_tokens  # as the workers say
+        now.generated_tokens = min(num_generated, MOST_COUNT)
+        now.failed_checkpoints = before.failed_checkpoints + self.checkpoints.num_failed
+        now.wall_s = before.wall_s + time.monotonic() - self._started_s
+        return now
+
+    def _moving(self, totals: Totals, statistics: IntakeStatistics) -> MovingNumbers:
+        return MovingNumbers(
+            **{name: getattr(totals, name) for name in _TOTALS},
+            num_workers=statistics.num_workers,
+            weights_behind=statistics.num_behind,
+            filtered_prompts=statistics.filtered_prompts,
+            epoch=statistics.epoch,
+            truncated_prompts=statistics.truncated_prompts,
+            ledger=statistics.ledger,
+        )
 
     def update_clock(self) -> None:
         """Bring `wall_s` of the totals up to this moment."""

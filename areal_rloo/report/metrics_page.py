@@ -21,7 +21,7 @@ from areal_rloo.telemetry.gpus import GpuStatistics
 from areal_rloo.telemetry.health import HealthStatistics
 from areal_rloo.telemetry.metric import PREFIX, Measured, declared_metrics, healthy_range
 from areal_rloo.telemetry.records import EvalRecord, TrainRecord
-from areal_rloo.telemetry.scrapes import FolderStatistics, ScrapeStatistics
+from areal_rloo.telemetry.scrapes import FolderStatistics, MemoryStatistics, ScrapeStatistics
 from areal_rloo.telemetry.wanted import LauncherStatistics
 from areal_rloo.telemetry.watchdog import WatchdogStatistics
 from areal_rloo.turns import TurnStatistics
@@ -48,6 +48,7 @@ SERVED: tuple[tuple[str, type[Measured]], ...] = (
     ("Wire (learner and rollout worker)", ChannelStatistics),
     ("Run and code (learner and rollout worker)", RunInfo),
     ("Disk (learner and rollout worker)", FolderStatistics),
+    ("Memory (learner and rollout worker)", MemoryStatistics),
     ("GPUs (all ranks of the learner, and rollout worker)", GpuStatistics),
     ("Scrapes (learner and rollout worker)", ScrapeStatistics),
     ("Watchdog (learner and rollout worker)", WatchdogStatistics),

@@ -105,7 +105,9 @@ class AsyncRewardPool:
         return (await self._outage.wait(reply)).value(Worth)
 
     def statistics(self) -> WorkStatistics:
-        return WorkStatistics(restarts=self._restarts, busy_s=self._busy_s)
+        return WorkStatistics(
+            runner="async", num_at_once=self._num_at_once, busy_s=self._busy_s, restarts=self._restarts
+        )
 
     async def close(self) -> None:
         """Kill the process; discard running rewards."""

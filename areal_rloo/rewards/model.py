@@ -56,7 +56,7 @@ class RewardModel:
         self._context_tokens = min(most, int(positions or most))
         self._model.config.pad_token_id = self._pad_id  # a decoder model reads the last token that is no padding
         self._batch_size, self._deadline_s = batch_size, deadline_s
-        self._busy_s = 0.0
+        self._key, self._busy_s = key, 0.0
         self._began_s: float | None = None  # of the running batch
         self._waiting: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()  # None: the end
         self._thread = threading.Thread(target=self._run, name="reward-model", daemon=True)
@@ -85,7 +85,7 @@ class RewardModel:
             made.cancel()
 
     def statistics(self) -> WorkStatistics:
-        return WorkStatistics(busy_s=self._busy_s)
+        return WorkStatistics(runner=self._key, num_at_once=1, busy_s=self._busy_s)
 
     async def close(self) -> None:
         """End the thread after the running batch. A forward pass that hangs ends with the process."""

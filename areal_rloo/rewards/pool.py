@@ -77,9 +77,8 @@ class RewardPool:
         return (await self._run(AnswerJob(job_id=next(self._ids), request=request))).value(FinalAnswer)
 
     def statistics(self) -> WorkStatistics:
-        busy_s = self._busy_s
         return WorkStatistics(
-            num_processes=len(self._workers), process_busy_s=busy_s, restarts=self._restarts, busy_s=busy_s
+            runner="processes", num_at_once=len(self._workers), busy_s=self._busy_s, restarts=self._restarts
         )
 
     async def close(self) -> None:

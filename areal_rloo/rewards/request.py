@@ -73,32 +73,30 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts since the start: replaced processes, and seconds spent scoring, summed over parallel rewards."""
+    """The work of a runner since the start."""
 
-    num_processes: int = 0  # each scores a completion at a time; 0 if many are scored at a time
-    process_busy_s: float = 0.0  # of these processes
-    restarts: int = 0
-    busy_s: float = 0.0
+    runner: str
+    num_at_once: int  # rewards (of a model: batches) that it can compute at a time
+    busy_s: float  # summed over those that ran at a time
+    restarts: int = 0  # of its processes
 
 
 class RewardStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """The completions now, and counts since the start. The numbers of `WorkStatistics` are sums over all runners."""
+    """The completions now, and counts since the start."""
 
     metrics_prefix: ClassVar[str] = "reward_"
 
     waiting: Annotated[int, Metric("Completions waiting for their reward, or being scored")]
-    num_processes: Annotated[int, Metric("Processes, each of which scores a completion at a time")]
+    num_at_once: Annotated[
+        dict[str, int], Metric("Rewards (of a model: batches) that a runner can compute at a time", label="runner")
+    ]
     scored: Annotated[int, Metric("Completions this worker scored", kind="counter")]
     dropped: Annotated[dict[str, int], Metric("Completions dropped without a reward", kind="counter", label="reason")]
     restarts: Annotated[int, Metric("Reward processes this worker had to replace", kind="counter")]
-    process_busy_s: Annotated[float, Metric("Time of scoring in these processes", "s", "counter")]
-    busy_s: Annotated[float, Metric("Time of scoring, summed over rewards that ran at a time", "s", "counter")]
-
-
-def added(each: Iterable[WorkStatistics]) -> dict[str, Any]:
-    """Add up the numbers of several runners; return them by field."""
-    fields = [msgspec.structs.asdict(one) for one in each]
-    return {name: sum(one[name] for one in fields) for name in WorkStatistics.__struct_fields__}
+    busy_s: Annotated[
+        dict[str, float],
+        Metric("Time of scoring, summed over rewards that ran at a time", "s", "counter", label="runner"),
+    ]
 
 
 def read_worth(value: object, request: RewardRequest, *, returns: Returns) -> Worth:

@@ -38,7 +38,7 @@ class RewardServices:
         """`num_at_once` limits the requests in flight to all services together; `deadline_s` is for each completion."""
         import aiohttp  # noqa: PLC0415 - most runs have no service
 
-        self._slots = asyncio.Semaphore(num_at_once)
+        self._num_at_once, self._slots = num_at_once, asyncio.Semaphore(num_at_once)
         self._deadline_s, self._returns = deadline_s, returns
         self._busy_s = 0.0
         # The limits of aiohttp are off: its timeout would include the wait for a free connection.
@@ -75,7 +75,7 @@ class RewardServices:
         return read_worth(value, request, returns=self._returns)
 
     def statistics(self) -> WorkStatistics:
-        return WorkStatistics(busy_s=self._busy_s)
+        return WorkStatistics(runner="services", num_at_once=self._num_at_once, busy_s=self._busy_s)
 
     async def close(self) -> None:
         """Close the session; discard running rewards."""

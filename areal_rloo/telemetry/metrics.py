@@ -7,8 +7,10 @@ In: records of the learner, and statistics of other objects, whose fields declar
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -36,7 +38,7 @@ from areal_rloo.telemetry.metric import (
     read_samples,
 )
 from areal_rloo.telemetry.record_file import RecordFile
-from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
+from areal_rloo.telemetry.records import EvalRecord, MovingNumbers, Record, TrainRecord
 
 logger = get_logger(__name__)
 
@@ -53,6 +55,10 @@ class LearnerMetrics:
 
     def train_step(self, record: TrainRecord) -> None:
         self._train.take(record)
+
+    def follow(self, read: Callable[[], MovingNumbers]) -> None:
+        """Read the moving numbers at each scrape, too, on its thread. If `read` raises, the last ones stay."""
+        self._train.follow(read)
 
     def skipped_steps(self, total: int) -> None:
         """Serve this total: a train step in which all optimizer steps are skipped has no record."""
@@ -161,25 +167,40 @@ class _Served(Collector):
     """Serves the newest values of a struct's metrics; a counter never goes back."""
 
     def __init__(
-        self, struct: type[Measured], read: Callable[[], Measured] | None = None, *, base: Samples | None = None
+        self, struct: type[Measured], read: Callable[[], Measured | None] | None = None, *, base: Samples | None = None
     ) -> None:
         self._declared = declared_metrics(struct)
         self._read = read
         self._base = base or {}
+        self._taking = threading.Lock()
         self._values: Samples = {declared.name: _first_values(declared) for declared in self._declared}
 
     def take(self, instance: Measured) -> None:
-        """Serve these values from now on. Scrapes on other threads see all of them or none."""
+        """Serve these values from now on: all of the struct, or some. Other threads see all of them or none."""
         newest = read_samples(instance)
-        self._values = {
-            declared.name: _merged(declared.metric, self._values[declared.name], self._counted(declared, newest))
-            for declared in self._declared
-        }
+        with self._taking:
+            taken = {
+                declared.name: _merged(declared.metric, self._values[declared.name], self._counted(declared, newest))
+                for declared in self._declared
+                if declared.name in newest
+            }
+            self._values = {**self._values, **taken}
 
     def grow(self, name: str, total: float) -> None:
         """Serve a newer value of a counter without labels, before an instance has the value."""
-        counted = max(self._values[name][()], total - self._base.get(name, {}).get((), 0.0))
-        self._values = {**self._values, name: {(): counted}}
+        with self._taking:
+            counted = max(self._values[name][()], total - self._base.get(name, {}).get((), 0.0))
+            self._values = {**self._values, name: {(): counted}}
+
+    def follow(self, read: Callable[[], Measured]) -> None:
+        """Take some of the values at each scrape, too, as long as they can be read."""
+
+        def newest() -> Measured | None:
+            with contextlib.suppress(Exception):  # a hung loop, say: other metrics of it are missing, with an error
+                return read()
+            return None
+
+        self._read = newest
 
     def _counted(self, declared: Declared, newest: Samples) -> Values:
         """Take the values of a counter at the start from the newest values."""
@@ -189,8 +210,8 @@ class _Served(Collector):
         return {labels: max(0.0, value - base.get(labels, 0.0)) for labels, value in newest[declared.name].items()}
 
     def collect(self) -> Iterator[PrometheusMetric]:
-        if self._read is not None:
-            self.take(self._read())
+        if self._read is not None and (instance := self._read()) is not None:
+            self.take(instance)
         values = self._values
         for declared, family in zip(self._declared, self.describe(), strict=True):
             for labels, value in values[declared.name].items():

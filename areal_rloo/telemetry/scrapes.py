@@ -7,6 +7,7 @@ and in no log.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import math
@@ -20,6 +21,7 @@ from typing import Annotated, Any, ClassVar, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import msgspec
+import psutil
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 
 from areal_rloo.config import Config
@@ -53,6 +55,28 @@ class FolderStatistics(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: Annotated[int, Metric("Free disk at the run folder", "bytes", healthy=(1e9, math.inf))]
 
 
+class MemoryStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory that this process is why of; shared pages count for each process."""
+
+    metrics_prefix: ClassVar[str] = ""
+
+    memory_bytes: Annotated[
+        dict[str, int],
+        Metric(
+            "Resident memory of the process, and of all that it started: rewards, tools, servers", "bytes", label="of"
+        ),
+    ]
+
+
+def memory_statistics() -> MemoryStatistics:
+    """Read the memory of this process and of its descendants."""
+    own, started = psutil.Process(), 0
+    for child in own.children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # has ended
+            started += child.memory_info().rss
+    return MemoryStatistics(memory_bytes={"process": own.memory_info().rss, "started": started})
+
+
 def serve_process(
     registry: CollectorRegistry, config: Config, run_folder: Path, *, process: str, port: int, essential: bool = True
 ) -> Targets:
@@ -66,6 +90,7 @@ def serve_process(
     info = run_info(config, run_folder)
     watch(registry, RunInfo, lambda: info)
     watch(registry, FolderStatistics, lambda: FolderStatistics(free_bytes=shutil.disk_usage(run_folder).free))
+    watch(registry, MemoryStatistics, memory_statistics)
     watch(registry, GpuStatistics, Gpus().statistics)
     ProcessCollector(registry=registry)
     targets = Targets(config, run_folder)

@@ -37,6 +37,10 @@ def slow(completion_ids):
     time.sleep(0.5)
     return noise(completion_ids)
 
+async def later(completion_ids):
+    await asyncio.sleep(0.5)
+    return noise(completion_ids)
+
 def unsteady(completion_ids):
     # Fails now and then, then mostly on the host of a worker, until all is mended.
     if not has("mended"):
@@ -123,9 +127,10 @@ def user(tmp_path: Path) -> Path:
         pytest.param(
             {
                 "slow": ("data.train.rewards=[{{function: {user}:slow}}]",),
+                "later": ("data.train.rewards=[{{function: {user}:later}}]", "rollout.num_async_rewards=2"),
                 "starved": ("rollout.num_slots=1", "rollout.sampling.max_new_tokens=100"),
             },
-            {"slow": {"RewardsSaturated"}, "starved": {"LearnerStarved"}},
+            {"slow": {"RewardsSaturated"}, "later": {"RewardsSaturated"}, "starved": {"LearnerStarved"}},
             {},
             id="halves",
         ),

@@ -32,8 +32,11 @@ HEALTHY: dict[str, tuple[str, str]] = {
     P + "checkpoint_every_n_steps{": (_LEARNER, f"25x{_NUM}"),
     P + "checkpoint_newest_bytes{": (_LEARNER, f"3e9x{_NUM}"),
     P + "reward_waiting{": (_WORKER, f"10x{_NUM}"),
-    P + "reward_num_processes{": (_WORKER, f"2x{_NUM}"),
-    P + "reward_process_busy_seconds_total{": (_WORKER, f"0+15x{_NUM}"),
+    P + 'reward_num_at_once{runner="processes",': (_WORKER, f"2x{_NUM}"),
+    P + 'reward_num_at_once{runner="async",': (_WORKER, f"4x{_NUM}"),
+    P + 'reward_busy_seconds_total{runner="processes",': (_WORKER, f"0+15x{_NUM}"),
+    P + 'reward_busy_seconds_total{runner="async",': (_WORKER, f"0+20x{_NUM}"),
+    P + 'launcher_restarts_total{restarted="rollout-1",': (_LEARNER, f"0x{_NUM}"),
     P + "staleness_max{": (_LEARNER, f"1x{_NUM}"),
     P + "fleet_num_workers{": (_LEARNER, f"1x{_NUM}"),
     P + "launcher_num_workers{": (_LEARNER, f"1x{_NUM}"),
@@ -48,7 +51,8 @@ HEALTHY: dict[str, tuple[str, str]] = {
     P + 'run_info{code="two", ': (_WORKER, f"_x{_NUM}"),
     P + "behaviour_kl_k3{": (_LEARNER, f"0.01x{_NUM}"),
     P + "zero_variance_group_share{": (_LEARNER, f"0.7x{_NUM}"),
-    'process_resident_memory_bytes{job="areal_rloo",': (_LEARNER, f"5e9x{_NUM}"),
+    P + 'memory_bytes{of="process",': (_LEARNER, f"5e9x{_NUM}"),
+    P + 'memory_bytes{of="started",': (_LEARNER, f"5e9x{_NUM}"),
     'process_start_time_seconds{job="areal_rloo",instance="h:1",': (_LEARNER, f"1x{_NUM}"),
     **{
         f'process_start_time_seconds{{job="areal_rloo",instance="h:{port}",': (_WORKER, f"{port}x{_NUM}")
@@ -89,7 +93,7 @@ CAUSES: dict[str, dict[str, str]] = {
         f'process_start_time_seconds{{job="areal_rloo",instance="h:{port}",': f"_x99 {port}x9 _x{_NUM - 110}"
         for port in (4, 5)
     },
-    "MemoryGrows": {'process_resident_memory_bytes{job="areal_rloo",': f"5e9x360 8e9x{_NUM - 361}"},
+    "MemoryGrows": {P + 'memory_bytes{of="process",': f"5e9x360 8e9x{_NUM - 361}"},
     "DiskFull": {P + "run_folder_free_bytes{": f"5e8x{_NUM}"},
     "CodeDiffers": {P + 'run_info{code="one", ': f"_x{_NUM}", P + 'run_info{code="two", ': f"1x{_NUM}"},
     "PolicyFarFromBehaviour": {P + "behaviour_kl_k3{": f"2x{_NUM}"},
@@ -102,7 +106,7 @@ CAUSES: dict[str, dict[str, str]] = {
         P + 'idle_share{half="learner",': f"0.9x{_NUM}",
         P + "engine_idle_seconds_total{": f"0+1x{_NUM}",
     },
-    "RewardsSaturated": {P + "reward_process_busy_seconds_total{": f"0+29x{_NUM}"},
+    "RewardsSaturated": {P + 'reward_busy_seconds_total{runner="processes",': f"0+29x{_NUM}"},
     "Hang": {P + "watchdog_hangs_total{": _AT_38_MIN},
     "TurnMissed": {P + "turn_missed_total{": _AT_38_MIN},
     "SharedMemoryFull": {P + "weights_missing_memory_bytes{": f"1000x{_NUM}"},
@@ -239,7 +243,7 @@ def test_a_run_without_checkpoints_has_no_old_one(tmp_path: Path) -> None:
 
 def test_memory_that_jumps_after_the_start_is_no_growth(tmp_path: Path) -> None:
     """The first step allocates gradients and moments, minutes after the process serves metrics."""
-    jumps = {'process_resident_memory_bytes{job="areal_rloo",': f"3e9x47 9e9x{_NUM - 48}"}
+    jumps = {P + 'memory_bytes{of="started",': f"3e9x47 9e9x{_NUM - 48}"}
     assert _run([_fires(_series(jumps), at_min, set(), f"at {at_min} min") for at_min in (61, 71, 119)], tmp_path) == ""
 
 
@@ -247,6 +251,20 @@ def test_a_process_with_a_fixed_port_has_a_restart_loop_too(tmp_path: Path) -> N
     series = 'process_start_time_seconds{job="areal_rloo",instance="h:1",'
     restarts = {series: " ".join(f"{number}x15" for number in range(1, 12))}
     assert _run([_fires(_series(restarts), 40, {"RestartLoop"}, "at 40 min")], tmp_path) == ""
+
+
+def test_a_worker_that_dies_before_it_serves_metrics_has_a_restart_loop(tmp_path: Path) -> None:
+    restarts = {P + 'launcher_restarts_total{restarted="rollout-1",': f"0x100 1x9 2x9 3x9 4x9 5x{_NUM}"}
+    assert _run([_fires(_series(restarts), 40, {"RestartLoop"}, "at 40 min")], tmp_path) == ""
+
+
+@pytest.mark.parametrize("runner", ["processes", "async"])
+def test_a_saturated_runner_is_not_hidden_by_the_room_of_another(runner: str, tmp_path: Path) -> None:
+    """Two processes are busy for 30 s of 15, four async rewards for 60."""
+    busy = {P + f'reward_busy_seconds_total{{runner="{runner}",': f"0+{29 if runner == 'processes' else 59}x{_NUM}"}
+    assert _run([_fires(_series(busy), 40, {"RewardsSaturated"}, "at 40 min")], tmp_path) == ""
+    quiet = {P + "reward_waiting{": f"3x{_NUM}"}
+    assert _run([_fires(_series(busy | quiet), 40, set(), "without a line")], tmp_path) == ""
 
 
 def _of_another_folder(series: list[dict[str, str]]) -> list[dict[str, str]]:

@@ -49,7 +49,7 @@ def test_a_learner_that_waits_holds_no_sample_of_the_last_step() -> None:
         tokenizer=unused,
         intake=intake,  # type: ignore[arg-type]
         broadcaster=unused,
-        reporter=anything(totals=totals, update_totals=lambda _: None),  # type: ignore[arg-type]
+        reporter=anything(totals=totals, update_totals=lambda _: None, waiting=contextlib.nullcontext),  # type: ignore[arg-type]
         recorder=unused,
         batches=None,
         checkpoints=anything(wait=lambda: True),  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """trajectories.jsonl as the learner writes it: trained trajectories with their numbers, and dropped samples."""
 
 import itertools
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -127,6 +128,8 @@ def test_a_long_run_keeps_its_first_and_its_newest_steps_dense(tmp_path: Path) -
     recorder, sizes = Recorder(path, TOKENIZER, config), []
     for version in range(200):
         recorder.step(*_batch(1), [], policy_version=version)
+        assert recorder._written is not None
+        recorder._written.result()
         sizes.append(path.stat().st_size)
     recorder.close([], policy_version=200)
     assert max(sizes) <= 20_000
@@ -149,6 +152,19 @@ def test_a_file_of_a_few_long_steps_is_not_rewritten_at_each(tmp_path: Path, mon
         recorder.step(*_batch(1), [], policy_version=version)
     recorder.close([], policy_version=40)
     assert 2 < len(calls) < 20
+
+
+def test_a_step_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(trajectories, "thin_records", lambda _: go_on.wait(60) and None)
+    recorder = Recorder(tmp_path / "t.jsonl", TOKENIZER, TelemetryConfig(most_trajectories_bytes=1))
+    recorder.step(*_batch(1), [], policy_version=0)
+    assert recorder._written is not None
+    assert not recorder._written.done()
+    go_on.set()
+    recorder.step(*_batch(1), [], policy_version=1)
+    recorder.close([], policy_version=2)
+    assert [record.policy_version for record in read_trajectories(tmp_path / "t.jsonl")] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("refused", ["thin_records", "RecordFile"])

@@ -17,7 +17,7 @@ from areal_rloo.learner.reporting import Reporter
 from areal_rloo.learner.state import Totals
 from areal_rloo.telemetry.health import Health
 from areal_rloo.telemetry.metrics import MetricsFile, read_records
-from areal_rloo.telemetry.records import LedgerCounts, Record, TrainRecord
+from areal_rloo.telemetry.records import LedgerCounts, MovingNumbers, Record, TrainRecord
 
 
 def _reporter(
@@ -35,6 +35,12 @@ def _reporter(
     )
 
 
+def _statistics(ledger: LedgerCounts, **numbers: float) -> IntakeStatistics:
+    """Return statistics that are 0, except for these."""
+    none = {field.name: 0 for field in dataclasses.fields(IntakeStatistics)}
+    return IntakeStatistics(**{**none, "ledger": ledger, "num_workers": 1, **numbers})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("before", [0, 1_000_000])
 def test_a_rate_counts_the_tokens_since_the_previous_record(
     tmp_path: Path, tiny_folders: dict[str, Path], ledger_counts: LedgerCounts, before: int
@@ -45,21 +51,8 @@ def test_a_rate_counts_the_tokens_since_the_previous_record(
     file = MetricsFile(tmp_path / "metrics.jsonl")
     reporter = _reporter(file, Totals(generated_tokens=before))
     reporter.start_clock()
-    statistics = IntakeStatistics(
-        ledger=ledger_counts,
-        num_workers=1,
-        num_behind=0,
-        rollout_idle_s=0.0,
-        generated_tokens=0,
-        rollout_busy_s=0.0,
-        decoding_s=0.0,
-        repeated_results=0,
-        filtered_prompts=0,
-        epoch=0.5,
-        truncated_prompts=0,
-    )
     for version, num_generated in ((1, 150), (2, 400)):
-        now = dataclasses.replace(statistics, generated_tokens=num_generated)
+        now = _statistics(ledger_counts, generated_tokens=num_generated)
         reporter.train_step(groups, result, now, policy_version=version, times={"waiting": 0.0})
     reporter.close()
     file.close()
@@ -77,19 +70,7 @@ def test_totals_stay_within_what_a_checkpoint_can_hold(tmp_path: Path, ledger_co
     )
     reporter.start_clock()
     reporter.update_totals(
-        IntakeStatistics(
-            ledger=ledger_counts,
-            num_workers=1,
-            num_behind=0,
-            rollout_idle_s=1e12,
-            generated_tokens=2**53,
-            rollout_busy_s=1e12,
-            decoding_s=1e12,
-            repeated_results=0,
-            filtered_prompts=0,
-            epoch=0.5,
-            truncated_prompts=0,
-        )
+        _statistics(ledger_counts, rollout_idle_s=1e12, generated_tokens=2**53, rollout_busy_s=1e12, decoding_s=1e12)
     )
     reporter.close()
     file.close()
@@ -108,5 +89,52 @@ def test_skipped_steps_are_served_without_a_record(
     reporter.metrics.train_step(make_train_record(skipped_steps=9))
     assert registry.get_sample_value("areal_rloo_skipped_steps_total") == 4, "counted from the start of the process"
     assert reporter.totals.skipped_steps == 9
+    reporter.close()
+    file.close()
+
+
+def test_a_scrape_reads_what_moves_between_two_steps(
+    tmp_path: Path, make_train_record: Callable[..., TrainRecord], ledger_counts: LedgerCounts
+) -> None:
+    """Resumed at 100 tokens and 7 drops, the process itself counts from 0 on."""
+    registry, file = CollectorRegistry(), MetricsFile(tmp_path / "metrics.jsonl")
+    ledger = msgspec.structs.replace(ledger_counts, dropped={"stale": 7})
+    last = make_train_record(generated_tokens=100, ledger=ledger, loss=0.5, learner_idle_s=40.0)
+    reporter = _reporter(file, Totals(generated_tokens=100, learner_idle_s=40.0), registry, [last])
+    now = [_statistics(ledger)]
+    reporter.metrics.follow(lambda: reporter.moving(now[0]))
+    reporter.metrics.train_step(last)
+    value = registry.get_sample_value
+    assert value("areal_rloo_generated_tokens_total") == value("areal_rloo_learner_idle_seconds_total") == 0
+    more = msgspec.structs.replace(ledger, dropped={"stale": 9}, buffered=5)
+    now[0] = _statistics(more, generated_tokens=30, epoch=1.5, num_workers=4)
+    with reporter.waiting():
+        assert (value("areal_rloo_learner_idle_seconds_total") or 0.0) > 0.0
+    assert value("areal_rloo_generated_tokens_total") == 30
+    assert value("areal_rloo_ledger_dropped_total", {"reason": "stale"}) == 2
+    assert (value("areal_rloo_ledger_buffered"), value("areal_rloo_epoch"), value("areal_rloo_num_workers")) == (
+        5,
+        1.5,
+        4,
+    )
+    assert value("areal_rloo_loss") == 0.5, "a number of the last step"
+    assert reporter.totals.generated_tokens == 100, "a scrape changes no total"
+    reporter.close()
+    file.close()
+
+
+def test_a_hung_loop_takes_no_number_of_the_last_step(
+    tmp_path: Path, make_train_record: Callable[..., TrainRecord]
+) -> None:
+    registry, file = CollectorRegistry(), MetricsFile(tmp_path / "metrics.jsonl")
+    reporter = _reporter(file, Totals(), registry)
+
+    def hung() -> MovingNumbers:
+        raise TimeoutError
+
+    reporter.metrics.follow(hung)
+    reporter.metrics.train_step(make_train_record(loss=0.5, generated_tokens=10))
+    value = registry.get_sample_value
+    assert (value("areal_rloo_loss"), value("areal_rloo_generated_tokens_total")) == (0.5, 10)
     reporter.close()
     file.close()
