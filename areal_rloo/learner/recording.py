@@ -63,7 +63,7 @@ class Recorder:
             self._file.close()
 
     def _append(self, made: Iterable[TrajectoryRecord]) -> None:
-        """Write the records while the training thread goes on; wait for the last ones, so that few are in memory."""
+        """Write the records while the training thread goes on; wait for the last ones first: few are in memory."""
         if self._file is None:
             return
         records = list(made)

@@ -76,8 +76,8 @@ class WorkStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """The work of a runner since the start."""
 
     runner: str
-    num_at_once: int  # rewards (of a model: batches) that it can compute at a time
-    busy_s: float  # summed over those that ran at a time
+    num_at_once: int  # rewards (of a model: batches) at a time, at most
+    busy_s: float  # summed over rewards of the same time
     restarts: int = 0  # of its processes
 
 
@@ -88,15 +88,25 @@ class RewardStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     waiting: Annotated[int, Metric("Completions waiting for their reward, or being scored")]
     num_at_once: Annotated[
-        dict[str, int], Metric("Rewards (of a model: batches) that a runner can compute at a time", label="runner")
+        dict[str, int], Metric("Rewards (of a model: batches) of a runner at a time, at most", label="runner")
     ]
     scored: Annotated[int, Metric("Completions this worker scored", kind="counter")]
     dropped: Annotated[dict[str, int], Metric("Completions dropped without a reward", kind="counter", label="reason")]
     restarts: Annotated[int, Metric("Reward processes this worker had to replace", kind="counter")]
     busy_s: Annotated[
         dict[str, float],
-        Metric("Time of scoring, summed over rewards that ran at a time", "s", "counter", label="runner"),
+        Metric("Time of scoring, summed over rewards of the same time", "s", "counter", label="runner"),
     ]
+
+
+def by_runner(each: Iterable[WorkStatistics]) -> dict[str, Any]:
+    """Return the numbers of several runners by field."""
+    runners = list(each)
+    numbers = ("num_at_once", "busy_s")
+    return {
+        "restarts": sum(one.restarts for one in runners),
+        **{name: {one.runner: getattr(one, name) for one in runners} for name in numbers},
+    }
 
 
 def read_worth(value: object, request: RewardRequest, *, returns: Returns) -> Worth:

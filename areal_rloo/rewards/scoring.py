@@ -23,6 +23,7 @@ from areal_rloo.rewards.request import (
     SourceKey,
     WorkStatistics,
     Worth,
+    by_runner,
 )
 from areal_rloo.telemetry.trace import sample_span
 from areal_rloo.trajectory import MOST_REWARD, is_reward
@@ -95,15 +96,8 @@ class Scoring:
         return scored
 
     def statistics(self) -> RewardStatistics:
-        runners = [runner.statistics() for runner in self._runners]
-        return RewardStatistics(
-            waiting=self._waiting,
-            num_at_once={one.runner: one.num_at_once for one in runners},
-            scored=self._scored,
-            dropped=dict(self._dropped),
-            restarts=sum(one.restarts for one in runners),
-            busy_s={one.runner: one.busy_s for one in runners},
-        )
+        work = by_runner(runner.statistics() for runner in self._runners)
+        return RewardStatistics(waiting=self._waiting, scored=self._scored, dropped=dict(self._dropped), **work)
 
 
 async def _run_parts(source: SourceRewards, request: RewardRequest) -> tuple[list[Worth], str | None]:

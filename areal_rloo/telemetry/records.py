@@ -81,7 +81,7 @@ class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MovingNumbers(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers that also move between two train steps: each scrape of /metrics reads them, and each step notes them."""
+    """What also moves between two train steps: each scrape of /metrics reads these, and each step notes them."""
 
     metrics_prefix: ClassVar[str] = ""
 

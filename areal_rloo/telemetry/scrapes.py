@@ -56,15 +56,13 @@ class FolderStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory that this process is why of; shared pages count for each process."""
+    """Resident memory; shared pages count for each process."""
 
     metrics_prefix: ClassVar[str] = ""
 
     memory_bytes: Annotated[
         dict[str, int],
-        Metric(
-            "Resident memory of the process, and of all that it started: rewards, tools, servers", "bytes", label="of"
-        ),
+        Metric("Memory of the process, and of all that it started: rewards, tools, servers", "bytes", label="of"),
     ]
 
 

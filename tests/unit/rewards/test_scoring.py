@@ -162,7 +162,8 @@ def test_services_and_models_are_summed_like_other_parts(file: str, tmp_path: Pa
             )
         )
         scored = await scoring.score(_request("2"))
-        assert scoring.statistics().busy_s > 0
+        assert scoring.statistics().busy_s.keys() == {"processes", "services", "data.train.rewards.1.model"}
+        assert sum(scoring.statistics().busy_s.values()) > 0
         await scoring.close()
         await runner.cleanup()
         return scored
