@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 from support.local_runs import Run, balanced
 from support.server_support import SERVERS, server_processes
+from support.stages import command
+
+from areal_rloo.telemetry.trajectories import read_trajectories
 
 pytestmark = pytest.mark.full
 
@@ -42,6 +45,25 @@ def test_gsm8k_trains_on_a_managed_server(
     assert ledger["dropped"].keys() <= {"stale"}, "a slow machine; the prompts come again"
     assert ledger["trained"] == 4 * 4 * 4
     assert server_processes(run.folder / "logs" / f"rollout-0.{kind}.log") == []
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_a_server_evaluates_a_checkpoint_as_our_engine_does(
+    kind: str, start: Callable[..., Run], tmp_path: Path
+) -> None:
+    """Greedy, so both write the same tokens."""
+    heads = ("model.tiny.hidden_size=64", "model.tiny.num_heads=2", "model.tiny.num_kv_heads=2")  # vLLM: heads of 32
+    run = start("learner.num_train_steps=2", "model.dtype=float32", *heads)
+    code, output = run.wait()
+    assert code == 0, output
+    server = (f"rollout.engine={kind}", f"rollout.{kind}.python={SERVERS[kind].python()}")
+    written = []
+    for name, options in (("ours", ()), ("server", server)):
+        command("evaluate", run.folder, *options, "--output", name, folder=tmp_path)
+        samples = read_trajectories(tmp_path / name / "trajectories.jsonl")
+        written.append(sorted((sample.item_index, *sample.token_ids) for sample in samples))
+    assert len(written[0]) == 8
+    assert written[0] == written[1]
 
 
 @pytest.mark.parametrize(("kind", "transport"), [("sglang", "collective"), ("vllm", "auto")])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.local_runs import SMALL, with_last_values
-from test_stages import command
+from support.stages import command
 
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import EvalRecord

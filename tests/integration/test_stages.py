@@ -1,16 +1,14 @@
 """Evaluate, generate, export and resume, each alone, on the checkpoints of a small run: as commands, on a CPU."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from support.local_runs import REPO, Run
+from support.local_runs import Run
+from support.stages import command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_rloo.learner.checkpoint_folder import folder_of, list_checkpoints
@@ -19,21 +17,6 @@ from areal_rloo.telemetry.records import EvalRecord
 from areal_rloo.telemetry.trajectories import read_trajectories
 
 pytestmark = pytest.mark.slow
-
-
-def command(*words: str | Path, folder: Path) -> str:
-    """Run `areal-rloo` in a folder; return the standard output."""
-    cache = str(REPO / ".pytest_cache" / "models")
-    ended = subprocess.run(
-        [sys.executable, "-m", "areal_rloo", *map(str, words)],
-        cwd=folder,
-        env={**os.environ, "AREAL_RLOO_CACHE": cache},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
 
 
 def test_each_stage_works_alone_on_a_run(start: Callable[..., Run], tmp_path: Path) -> None:
