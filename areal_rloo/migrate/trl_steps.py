@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from areal_rloo.errors import DataError, shown
 from areal_rloo.migrate.reading import Found
 from areal_rloo.migrate.rules import Given, Options, UnreadableError, number, whole
 
@@ -11,11 +12,20 @@ PROCESSES = "NPROC_PER_NODE"  # the number of processes, as the command line or 
 
 
 def processes(found: Found) -> Options:
-    """Return the number of processes that a script or its launcher names."""
+    """Return the number of processes that a script or its launcher names.
+
+    Raises:
+        DataError: the number is none, as in `--nproc_per_node gpu`.
+    """
     names = ("num_processes", "nproc_per_node")
-    given = next((found.settings[name] for name in names if name in found.settings), None)
+    name, given = next(((name, found.settings[name]) for name in names if name in found.settings), (PROCESSES, None))
     count = found.variables.get(PROCESSES, given)
-    return {} if count is None else {PROCESSES: int(count)}
+    if count is None:
+        return {}
+    if isinstance(count, bool) or not str(count).isdecimal() or int(count) < 1:
+        name = PROCESSES if PROCESSES in found.variables else name
+        raise DataError(f"{name}: expected a number of processes, got {shown(str(count))}; set it with --processes N")
+    return {PROCESSES: int(count)}
 
 
 def batch(value: Any, given: Given) -> Options:

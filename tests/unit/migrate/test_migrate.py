@@ -249,6 +249,19 @@ def test_a_script_of_trl_counts_the_batch_of_all_processes(tmp_path: Path) -> No
     assert config.data.eval is not None
 
 
+@pytest.mark.parametrize(
+    "command", ["torchrun --nproc_per_node gpu rloo.py", "accelerate launch --num_processes 4 8 rloo.py"]
+)
+def test_a_number_of_processes_that_is_none_is_a_line(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rloo.sh"
+    path.write_text(f"{command} --model_name_or_path org/name --num_generations 8 --trainer RLOOTrainer")
+    assert main(["migrate", str(path)]) == 2
+    assert "set it with --processes N" in capsys.readouterr().err
+    assert main(["migrate", str(path), "--processes", "8"]) == 0
+
+
 def test_a_command_of_ms_swift_has_the_settings_of_our_config(tmp_path: Path) -> None:
     translation, config = migrated("swift.sh", tmp_path)
     ours = load_config("gsm8k_rloo_ms_swift.yaml")
