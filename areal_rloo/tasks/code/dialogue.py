@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from numbers import Integral
 from types import ModuleType
 from typing import Any, BinaryIO, TextIO, cast
 
@@ -45,6 +46,8 @@ def encode(value: Any, refer: Callable[[Any], int | str]) -> Any:
     for plain in (int, float, str):
         if isinstance(value, plain):
             return plain(value)
+    if isinstance(value, Integral):  # of numpy; its floats are Python's
+        return int(value)
     kind, parts = "handle", [value]
     for container in _CONTAINERS:
         if isinstance(value, container):

@@ -73,6 +73,7 @@ TREE = "class Node:\n    left = None\ndef depth(n): return 1 + depth(n.left) if 
          "def same(x): return x", 1),
         ({**MBPP, "test_list": ["try:\n    half(-1)\n    assert False\nexcept ValueError:\n    assert half(4) == 2"]},
          "def half(n):\n    if n < 0: raise ValueError\n    return n // 2", 1),
+        (MBPP, "import numpy\ndef sum(numbers): return numpy.array(numbers, int).sum()", 1),
     ],
 )  # fmt: skip
 def test_partial_credit_is_the_share_of_passed_tests(row: dict[str, Any], program: str, share: float) -> None:
