@@ -167,6 +167,21 @@ async def _ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.wait(tasks, timeout=_LAST_S)
 
 
+def stop_at_ctrl_c() -> None:
+    """Let the next Ctrl-C cancel the current task of the main thread, and one after that interrupt as by default.
+
+    A KeyboardInterrupt can fall into the user's code, which may take it for an error of its own and go on.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None, "a coroutine runs in a task"
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        loop.call_soon_threadsafe(task.cancel)
+
+    signal.signal(signal.SIGINT, stop)
+
+
 def _until_done(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T:
     while True:
         try:

@@ -15,7 +15,7 @@ import msgspec
 import yaml
 
 from areal_rloo.config.areal import translate_file
-from areal_rloo.config.overrides import apply, parse_override
+from areal_rloo.config.overrides import apply, in_order
 from areal_rloo.config.presets import expand
 from areal_rloo.config.reading import MOST_BYTES, Parsed, parse
 from areal_rloo.config.schema import Config
@@ -44,8 +44,7 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: expected a mapping of sections, got {type(parsed.tree).__name__} {shown(tree)}")
     translate_file(tree)
     sources: dict[str, str] = {}
-    for override in overrides:
-        change = parse_override(override)
+    for change in in_order(overrides):
         sources[apply(tree, change)] = change.words
     algorithm = tree.get("algorithm")
     if algorithm is None or isinstance(algorithm, dict):

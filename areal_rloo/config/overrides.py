@@ -19,6 +19,7 @@ from areal_rloo.config.schema import Config
 from areal_rloo.errors import ConfigError, shown
 
 EXPECTED = "key.path=value, key.path+=value for a list, or ~key.path to remove a key"
+_PRESET = ("algorithm", "preset")
 _MOST_PARTS = 16  # of the key of an override
 
 
@@ -83,19 +84,40 @@ def check_overrides(words: Sequence[str]) -> Sequence[str]:
 
 
 def check_unique(overrides: Sequence[str]) -> None:
-    """Check the overrides of a command line: the last of two values for a key would win unseen.
+    """Check the overrides of a command line: a value would be lost unseen if a later one replaced it.
 
     Raises:
-        ConfigError: a key is given twice.
+        ConfigError: a key is given twice, or a section after a key inside it.
     """
-    given: dict[str, str] = {}
-    for override in overrides:
-        key = override.removeprefix("--").partition("=")[0]
-        if key in given and not key.endswith("+"):
-            raise ConfigError(
-                f"override '{shown(override)}': expected each key once, got '{shown(given[key])}' too; leave one out"
-            )
-        given[key] = override
+    given: list[Override] = []
+    for text in overrides:
+        override = parse_override(text)
+        lost = next((other for other in given if _replaces(override, other)), None)
+        if lost is not None and lost.keys == override.keys:
+            expected = f"expected each key once, got '{shown(lost.text)}' too; leave one out"
+            raise ConfigError(f"{override.words}: {expected}")
+        if lost is not None:
+            expected = f"expected a section before the keys inside it, got '{shown(lost.text)}' before"
+            raise ConfigError(f"{override.words}: {expected}; change the order")
+        given.append(override)
+
+
+def _replaces(override: Override, before: Override) -> bool:
+    """Return True if the change before is lost, other than with a removed section."""
+    if before.keys == override.keys:
+        return override == before if before.action == "remove" else override.action != "append"
+    inside = before.keys[: len(override.keys)] == override.keys
+    return inside and before.action != "remove" and override.action == "set" and override.value is not None
+
+
+def in_order(overrides: Sequence[str]) -> list[Override]:
+    """Read overrides; a preset comes before the other keys of the section, wherever it stands: it wins over the file alone.
+
+    Raises:
+        ConfigError: as `parse_override`.
+    """
+    ranks = {_PRESET[:1]: 0, _PRESET: 1}
+    return sorted(map(parse_override, overrides), key=lambda override: ranks.get(override.keys, 2))
 
 
 def apply(tree: dict[str, Any], override: Override) -> str:
@@ -108,7 +130,7 @@ def apply(tree: dict[str, Any], override: Override) -> str:
         keys, value = translate_override(override.keys, override.value, tree)
         override = override._replace(keys=keys, value=value)
     keys = override.keys
-    if keys == ("algorithm", "preset") and isinstance(tree.get("algorithm"), dict):
+    if keys == _PRESET and isinstance(tree.get("algorithm"), dict):
         forget(tree["algorithm"])  # a preset in an override wins over the file
     node: Any = tree
     for depth in range(1, len(keys)):

@@ -37,6 +37,7 @@ _VOTES_S = 300.0  # of workers that departed, and at the start of those that are
 _MOST_TICK_S = 1.0  # the rest of a longer time is the learner's own
 _MARKS = 8  # the age of a lease is known to this part of the most
 _COMPARED = 256  # duties of a worker in the time of a heartbeat: a tenth of a millisecond
+_LEAST_APART, _MOST_APART = 0.25, 16.0  # heartbeats between two comparisons
 _LATE_S = 0.25  # of messages that a process sent before its end
 
 
@@ -284,7 +285,8 @@ class Fleet:
 
     def differs(self, worker: Worker, heartbeat: Heartbeat, now_s: float, wire: WireConfig) -> bool:
         """Compare all duties, but not for every heartbeat of many duties, or of a flood. A later one tells the same."""
-        if now_s < worker.compared_s + wire.heartbeat_s * max(0.25, len(worker.duties) / _COMPARED):
+        num_heartbeats = min(max(_LEAST_APART, len(worker.duties) / _COMPARED), _MOST_APART)
+        if now_s < worker.compared_s + wire.heartbeat_s * num_heartbeats:
             return False
         worker.compared_s = now_s
         return worker.differs(heartbeat)

@@ -3,7 +3,7 @@
     values ─► combinations, each checked ─► runs, `--parallel` at a time ─► comparison.html
 
 Each run is a process of `areal-rloo run` with a folder in the folder of the sweep. The same command with `--folder`
-goes on: finished runs stay, and stopped runs resume.
+goes on: finished runs stay, and stopped runs resume. Another command for the same folder is refused.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from areal_rloo.config import check_overrides, check_unique, load_config, override_of
-from areal_rloo.errors import ConfigError, DataError, shown
+from areal_rloo.config import Config, check_overrides, check_unique, dump_config, load_config, override_of
+from areal_rloo.config.resume import changes
+from areal_rloo.errors import ConfigError, DataError, PreflightError, shown
+from areal_rloo.files import write_atomically
 from areal_rloo.launcher.job import Signals
 from areal_rloo.launcher.run import launcher_of
 from areal_rloo.launcher.run_folder import has_begun, is_finished, newest_submitted
@@ -29,6 +31,7 @@ from areal_rloo.report.comparison import write_comparison
 from areal_rloo.session_leader import SessionLeader
 
 _MOST_RUNS = 1000
+_OPTIONS = ".options"  # in the folder of a sweep: the config of each run, as the command asked for it
 _MOST_NAME = 60
 _LOOK_EVERY_S = 0.2
 _PIECE = re.compile(r"""[^,\[\]{}"']|"[^"]*"|'[^']*'""")  # of a value: a character, or a text in quotes
@@ -66,7 +69,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--folder", type=Path, help="of all runs; default: runs/sweep-TIME")
     parser.add_argument("--dry-run", action="store_true", help="check and list the combinations, start nothing")
     options, rest = parser.parse_known_args(arguments)
-    for argument in check_overrides(rest):
+    check_overrides(rest)
+    for argument in (*rest, *options.over):
         if argument.removeprefix("--").startswith(("run.name=", "run.folder=")):
             raise ConfigError(f"override '{shown(argument)}': the sweep names its runs; set --folder")
     if options.parallel < 1:
@@ -75,18 +79,46 @@ def main(arguments: Sequence[str]) -> int:
     folder = (options.folder or Path("runs") / f"sweep-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     runs = combinations(options.over)
     for run in runs:
-        check_unique([*rest, *run.options])
-        load_config(options.config, [*rest, *run.options])
+        check_unique([*run.options, *rest])
+        _check_same(folder, run.name, load_config(options.config, [*run.options, *rest]))
     if options.dry_run:
         _say("\n".join(f"{folder / run.name}: {' '.join(run.options)}" for run in runs))
         return 0
-    begin = (sys.executable, "-m", "areal_rloo", "run", f"--launcher={launcher}", "--config", options.config, *rest)
-    codes, signals = _run_all(runs, begin, folder, options.parallel)
+    for run in runs:
+        _note(folder, run.name, load_config(options.config, [*run.options, *rest]))
+    begin = (sys.executable, "-m", "areal_rloo", "run", f"--launcher={launcher}", "--config", options.config)
+    commands = [run._replace(options=(*run.options, *rest)) for run in runs]
+    codes, signals = _run_all(commands, begin, folder, options.parallel)
     _say(f"{sum(code == 0 for code in codes.values())} of {len(runs)} runs ended with exit code 0")
     _report(folder, runs, submitted=launcher == "slurm")
     if signals.any:
         return 130
     return next((code for code in codes.values() if code != 0), 0)
+
+
+def _check_same(folder: Path, name: str, config: Config) -> None:
+    """Check that a run of an earlier start of this sweep has the options of now.
+
+    Raises:
+        ConfigError: it has others.
+    """
+    noted = folder / _OPTIONS / f"{name}.yaml"
+    if not noted.exists():
+        return
+    for other in changes(load_config(str(noted)), config):
+        raise ConfigError(
+            f"argument '--folder': {folder} has a sweep with other options: {name}: {other.key} {other.values}; "
+            "give the command of that sweep, or another --folder"
+        )
+
+
+def _note(folder: Path, name: str, config: Config) -> None:
+    noted = folder / _OPTIONS / f"{name}.yaml"
+    try:
+        noted.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(noted, dump_config(config).encode())
+    except OSError as error:
+        raise PreflightError(f"argument '--folder': {folder} cannot be written: {error.strerror}") from error
 
 
 def combinations(over: Sequence[str]) -> list[_Run]:

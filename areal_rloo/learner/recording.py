@@ -57,10 +57,14 @@ class Recorder:
 
     def close(self, drops: Iterable[Drop], *, policy_version: int) -> None:
         """Write the samples dropped since the last step, and close the file."""
-        self._append(self._dropped(drops, policy_version))
-        self._writer.shutdown()
-        if self._file is not None:
-            self._file.close()
+        try:
+            self._append(self._dropped(drops, policy_version))
+            if self._written is not None:
+                self._written.result()
+        finally:
+            self._writer.shutdown()
+            if self._file is not None:
+                self._file.close()
 
     def _append(self, made: Iterable[TrajectoryRecord]) -> None:
         """Write the records while the training thread goes on; wait for the last ones first: few are in memory."""

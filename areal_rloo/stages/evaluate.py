@@ -7,6 +7,7 @@ The folder of the results is a run folder for `areal-rloo inspect`: config.yaml,
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import sys
@@ -29,8 +30,9 @@ from areal_rloo.telemetry.logs import setup_logs
 from areal_rloo.telemetry.metrics import MetricsFile
 from areal_rloo.telemetry.records import EvalRecord
 from areal_rloo.telemetry.trajectories import FILE_NAME, TrajectoryFile
-from areal_rloo.waiting import run_beside_user_code
+from areal_rloo.waiting import run_beside_user_code, stop_at_ctrl_c
 
+_MOST_OF_A_SECOND = 1000  # evaluations with the same default name
 _ERRORS = 1.96  # standard errors to either side: 95 % of a normal distribution
 _DESCRIPTION = """\
 Measure a model on the evaluation sets of a config (data.eval), and keep every sample.
@@ -53,27 +55,54 @@ def main(arguments: Sequence[str]) -> int:
     config = alone(source.config)
     if config.data.eval is None:
         raise ConfigError("data.eval: expected an evaluation set, got null; set data.eval={task: ...}")
-    folder = options.output or Path("evaluations") / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise PreflightError(f"argument '--output': expected an empty or a new folder, got {folder}")
+    if options.output is not None and options.output.exists():
+        _check_empty(options.output)
     check(config)
+    folder = _own_folder(options.output, f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "config.yaml", dump_config(config).encode())
     except OSError as error:
         raise PreflightError(f"argument '--output': {folder} cannot be written: {error.strerror}") from error
     setup_logs("evaluate", level=config.telemetry.log_level, file=folder / "logs" / "evaluate.log")
     try:
         run_beside_user_code(_evaluate(config, folder, source.version))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         print(f"stopped; the samples so far are in {folder}", file=sys.stderr)  # noqa: T201
         return 130
     print(f"samples: {sys.executable} -m areal_rloo inspect {folder}")  # noqa: T201 - users read this line
     return 0
 
 
+def _check_empty(folder: Path) -> None:
+    if not folder.is_dir() or any(folder.iterdir()):
+        raise PreflightError(f"argument '--output': expected an empty or a new folder, got {folder}")
+
+
+def _own_folder(wanted: Path | None, name: str) -> Path:
+    """Make a folder for this evaluation alone, or take an empty one; another name if the default is taken.
+
+    Raises:
+        PreflightError: the wanted folder has files, or the disk refuses.
+    """
+    for number in range(1, _MOST_OF_A_SECOND + 1):
+        folder = wanted or Path("evaluations") / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not any(folder.iterdir()):
+                (folder / "config.yaml").touch(exist_ok=False)
+                return folder
+        except FileExistsError:  # a file; or another evaluation, at the same moment
+            pass
+        except OSError as error:
+            raise PreflightError(f"argument '--output': {folder} cannot be written: {error.strerror}") from error
+        if wanted is not None:
+            _check_empty(folder)
+    raise PreflightError(f"argument '--output': expected a new folder, got {folder}")
+
+
 async def _evaluate(config: Config, folder: Path, version: int) -> None:
     model = load_model(config)
+    stop_at_ctrl_c()
     tokenize = Tokenizer(model.chat, config.data)
     records = RecordMaker(model.tokenizer)
     with contextlib.closing(MetricsFile(folder / "metrics.jsonl")) as metrics:

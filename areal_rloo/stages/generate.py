@@ -6,6 +6,7 @@ distribution, and the rewards. FILE.parquet needs pyarrow.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import sys
@@ -27,7 +28,7 @@ from areal_rloo.tasks import load_train
 from areal_rloo.tasks.chat import Tokenizer
 from areal_rloo.telemetry.logs import setup_logs
 from areal_rloo.telemetry.record_file import RecordFile
-from areal_rloo.waiting import run_beside_user_code
+from areal_rloo.waiting import run_beside_user_code, stop_at_ctrl_c
 
 _DESCRIPTION = """\
 Write samples of the train prompts (data.train), algorithm.group_size for each prompt, to a file.
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     num: int | None = None
     try:
         num = run_beside_user_code(_generate(config, source.version, options.num_prompts, rows, options.output.parent))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         print(f"stopped; the samples so far are in {options.output}", file=sys.stderr)  # noqa: T201
         return 130
     finally:
@@ -91,6 +92,7 @@ async def _generate(
     config: Config, version: int, num_prompts: int | None, rows: _Lines | _Parquet, folder: Path
 ) -> int:
     model = load_model(config)
+    stop_at_ctrl_c()
     tokenize = Tokenizer(model.chat, config.data)
     sources = load_train(config.data, seed=config.run.seed, most_item_bytes=config.wire.most_item_bytes)
     records, num = RecordMaker(model.tokenizer), 0

@@ -57,7 +57,7 @@ class LearnerMetrics:
         self._train.take(record)
 
     def follow(self, read: Callable[[], MovingNumbers]) -> None:
-        """Read the moving numbers at each scrape, too, on its thread. If `read` raises, the last ones stay."""
+        """Read the moving numbers at each scrape, too, on the scrape's thread. If `read` raises, the last ones stay."""
         self._train.follow(read)
 
     def skipped_steps(self, total: int) -> None:

@@ -95,7 +95,7 @@ class MovingNumbers(msgspec.Struct, frozen=True, kw_only=True):
     decoding_s: Annotated[float, Metric("Time in decoding, summed over completions", "s", "counter")]
     failed_checkpoints: Annotated[int, Metric("Checkpoints that could not be written", kind="counter", healthy=(0, 0))]
     num_workers: Annotated[int, Metric("Rollout workers alive")]
-    weights_behind: Annotated[int, Metric("Most versions that a worker has missed since its start", "versions")]
+    weights_behind: Annotated[int, Metric("Most versions missed by a worker since its start", "versions")]
     epoch: Annotated[float, Metric("Passes through the train prompts, by prompts leased so far")]
     filtered_prompts: Annotated[int, Metric("Prompts left out because of their length", kind="counter")]
     truncated_prompts: Annotated[int, Metric("Prompts cut to their end since the learner started")]

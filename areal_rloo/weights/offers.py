@@ -249,7 +249,7 @@ class Offers:
         return next((offer for offer in self._offers.values() if offer.deadline_s < math.inf), None)
 
     def _next_behind(self) -> Member | None:
-        """Return the worker that gets the next offer, at its `again_s`; None while a collective is under way."""
+        """Return the worker that gets the next offer, at `again_s`; None while a collective is under way."""
         if self._together and self._offers:
             return None
         while self._queue:

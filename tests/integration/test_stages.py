@@ -1,6 +1,8 @@
 """Evaluate, generate, export and resume, each alone, on the checkpoints of a small run: as commands, on a CPU."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,12 +21,28 @@ from areal_rloo.telemetry.trajectories import read_trajectories
 pytestmark = pytest.mark.slow
 
 
+PRESSED = """
+import os, signal, sys
+import areal_rloo.__main__, areal_rloo.rollout.episode as episode
+signal.signal(signal.SIGINT, signal.default_int_handler)
+run, begun = episode.SingleTurn.run, []
+async def pressed(self, *args, **named):
+    begun.append(0)
+    if len(begun) == 3:
+        os.kill(os.getpid(), signal.SIGINT)
+    return await run(self, *args, **named)
+episode.SingleTurn.run = pressed
+sys.exit(areal_rloo.__main__.main(sys.argv[1:]))
+"""
+
+
 def test_each_stage_works_alone_on_a_run(start: Callable[..., Run], tmp_path: Path) -> None:
     run = start("learner.num_train_steps=4")
     code, output = run.wait()
     assert code == 0, output
     _evaluate(run, tmp_path)
     _generate(run, tmp_path)
+    _stop(run, tmp_path)
     _export(run, tmp_path)
     _resume(run, tmp_path)
 
@@ -63,6 +81,20 @@ def _generate(run: Run, folder: Path) -> None:
         num_prompt = len(row["prompt_token_ids"])
         expected = [logprobs[place - 1, ids[0, place]].item() for place in range(num_prompt, ids.shape[1])]
         np.testing.assert_allclose(row["logprobs"], expected, atol=2e-4)
+
+
+def _stop(run: Run, folder: Path) -> None:
+    """Ctrl-C falls into the code of an episode, and is no failed sample."""
+    for words in (("evaluate", "--output", "stopped"), ("generate", "--output", "stopped.jsonl")):
+        arguments = [words[0], str(run.folder), *words[1:]]
+        ended = subprocess.run(
+            [sys.executable, "-c", PRESSED, *arguments], cwd=folder, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 130, ended.stderr
+        assert "stopped; the samples so far are in stopped" in ended.stderr
+    assert "KeyboardInterrupt" not in (folder / "stopped" / "trajectories.jsonl").read_text()
+    written = folder / "stopped.jsonl"  # without rows there is no file
+    assert not written.exists() or "KeyboardInterrupt" not in written.read_text()
 
 
 def _export(run: Run, folder: Path) -> None:

@@ -276,6 +276,15 @@ BY_HAND = [
     ("zzz=4", "unknown key 'zzz'; expected one of run, model"),
     (f"{'a' * 101}=4", "expected at most 16 names of at most 100 characters before the '='"),
     (f"{'a.' * 20}b=4", "expected at most 16 names"),
+    (
+        "learner.num_train_steps=5 & learner={groups_per_step: 4}",
+        "override 'learner={groups_per_step: 4}': expected a section before the keys inside it, got "
+        "'learner.num_train_steps=5' before; change the order",
+    ),
+    (
+        "rollout.episode.tools+=calculator & rollout.episode.tools=[python]",
+        "override 'rollout.episode.tools=[python]': expected each key once, got 'rollout.episode.tools+=calculator'",
+    ),
     ("run.seed=4 & --run.seed=4", "override '--run.seed=4': expected each key once, got 'run.seed=4' too; leave one"),
     ("run..seed=4", "override 'run..seed=4': expected key.path=value"),
     ("run.seed.deep=4", "'run.seed' is a value, not a section"),

@@ -33,7 +33,7 @@ def find_program(completion: str, tests: Tests) -> str:
 
 
 def _last_block(completion: str) -> str:
-    blocks = [(match[2].lower(), match[1], match[3]) for match in _BLOCK.finditer(completion)]
+    blocks = [(match[2].lower(), match[1], match[3]) for match in _BLOCK.finditer(completion.replace("\r\n", "\n"))]
     for marks in (_PYTHON, ("",)):
         found = [(indentation, text) for mark, indentation, text in blocks if mark in marks]
         if found:

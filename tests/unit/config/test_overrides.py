@@ -81,3 +81,13 @@ def test_only_appended_keys_may_be_given_twice() -> None:
     check_unique(["telemetry.trackers+=wandb", "telemetry.trackers+=mlflow", "~data.eval"])
     with pytest.raises(ConfigError, match="expected each key once"):
         check_unique(["~data.eval", "~data.eval"])
+
+
+def test_a_preset_fills_the_section_of_another_override() -> None:
+    algorithm = load_config("quickstart.yaml", ["algorithm={group_size: 3}", "algorithm.preset=grpo"]).algorithm
+    assert (algorithm.group_size, algorithm.preset) == (3, "grpo")
+
+
+def test_a_removed_section_takes_its_keys_along() -> None:
+    check_unique(["data.eval.num_prompts=4", "data.eval=null"])
+    check_unique(["learner={groups_per_step: 4}", "learner.num_train_steps=5"])

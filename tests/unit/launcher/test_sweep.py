@@ -1,10 +1,15 @@
 """The combinations of a sweep, their names, and the mistakes before anything starts."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from areal_rloo.config import Config, load_config
 from areal_rloo.errors import ConfigError
+from areal_rloo.launcher import sweep
 from areal_rloo.launcher.sweep import combinations, main, split
 
 
@@ -44,6 +49,8 @@ def test_every_combination_is_a_run_with_a_name_of_its_own() -> None:
         (["--over", "run.seed=1,2", "--over", "run.seed=3"], "expected each key once"),
         (["--over", "run.seed=1,2", "run.seed=3"], "expected each key once"),
         (["--over", "run.seed=1,x"], "override 'run.seed=x': run.seed: expected int"),
+        (["--over", "run.name=a,b"], "the sweep names its runs; set --folder"),
+        (["--over", "learner={groups_per_step: 4}", "learner={groups_per_step: 8}"], "expected each key once"),
         (["--over", "run.sead=1"], "unknown key 'run.sead'"),
         (["--over", "run.seed=1", "run.folder=x"], "the sweep names its runs; set --folder"),
         (["--over", "run.seed=1", "--parallel", "0"], "argument '--parallel': expected at least 1, got 0"),
@@ -59,6 +66,22 @@ def test_a_mistake_is_named_before_anything_starts(arguments: list[str], expecte
         main(["--config", "quickstart.yaml", "--folder", str(folder), *arguments])
     assert expected in str(error.value)
     assert not folder.exists()
+
+
+def test_the_options_of_a_sweep_stay_beside_a_preset_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: dict[str, Config] = {}
+
+    def start(run: Any, begin: Sequence[str], folder: Path, **_: object) -> Any:
+        begun[run.name] = load_config(begin[-1], run.options)
+        return SimpleNamespace(exit_code=lambda: 0)
+
+    monkeypatch.setattr(sweep, "_started", start)
+    over = ["--over", "algorithm.preset=rloo,grpo", "algorithm.loss.eps_high=0.35", "--folder", str(tmp_path / "s")]
+    assert main(["--config", "quickstart.yaml", *over]) == 0
+    assert [config.algorithm.loss.eps_high for config in begun.values()] == [0.35, 0.35]
+    with pytest.raises(ConfigError, match=r"a sweep with other options: 1-preset=rloo: run\.seed 0 -> 7; give the"):
+        main(["--config", "quickstart.yaml", *over, "run.seed=7"])
+    assert main(["--config", "quickstart.yaml", *over]) == 0
 
 
 def test_a_dry_run_lists_the_runs_and_starts_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
