@@ -111,7 +111,7 @@ def _replaces(override: Override, before: Override) -> bool:
 
 
 def in_order(overrides: Sequence[str]) -> list[Override]:
-    """Read overrides; a preset comes before the other keys of the section, wherever it stands: it wins over the file alone.
+    """Read overrides; a preset comes before the other keys of the section: it wins over the file alone.
 
     Raises:
         ConfigError: as `parse_override`.

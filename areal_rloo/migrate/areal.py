@@ -93,6 +93,15 @@ def _warmup(value: Any, given: Given) -> Options:
     raise UnreadableError("a share of all steps; set learner.optimizer.warmup_steps")
 
 
+def _trackers(value: Any, given: Given) -> Options:
+    wanted = {
+        "wandb": given.get("stats_logger.wandb.mode", "disabled") not in (None, "disabled"),
+        "tensorboard": given.get("stats_logger.tensorboard.path") is not None,
+    }
+    names = [name for name, is_wanted in wanted.items() if is_wanted]
+    return {"telemetry.trackers": names} if names else {}
+
+
 def _overlong(value: Any, given: Given) -> Options:
     if not value:
         return {}
@@ -298,7 +307,11 @@ RULES: Mapping[str, Rule] = {
     "dynamic_bs": by_hand("algorithm.min_reward_std refills a batch"),
     "train_dataset.batch_size": to("learner.groups_per_step"),
     "train_dataset.path": made(_train),
-    "train_dataset.max_length": to("data.max_prompt_tokens"),
+    "train_dataset.max_length": made(
+        lambda value, given: (
+            {} if value is None else {"data.max_prompt_tokens": value, "data.overlong_prompts": "filter"}
+        )
+    ),
     "train_dataset.shuffle": choice({True: {}}, "prompts are shuffled in every epoch"),
     "train_dataset.type": DEFAULT,
     **each("pin_memory num_workers drop_last", absent("prompts are read once, at the start"), "train_dataset."),
@@ -318,6 +331,7 @@ RULES: Mapping[str, Rule] = {
     "saver.*": absent("checkpoint.every_n_steps"),
     "recover.*": absent("checkpoint.every_n_steps"),
     "evaluator.*": absent("evaluation.every_n_versions"),
+    **each("wandb.mode tensorboard.path", made(_trackers), "stats_logger."),
     "stats_logger.*": TELEMETRY,
     "perf_tracer.*": absent("telemetry.trace=true records all work with times"),
     "enable_offload": to("learner.offload", lambda value: "parameters" if value else "none"),

@@ -60,9 +60,18 @@ def with_algorithm(found: Found, given: Options) -> Options:
     kinds = {kind.lower() for kind in _KIND.findall(found.text)}
     if any(name in given for name in _GRPO_ONLY):
         kinds = {"grpo"}
+    if old := [name for name in _BEFORE if name in given]:
+        raise DataError(
+            f"expected the settings of TRL 1.0 or later, got those of an earlier RLOOConfig: {', '.join(old)}; rename "
+            "rloo_k to num_generations, response_length to max_completion_length, kl_coef to beta, num_ppo_epochs to "
+            "num_iterations, and total_episodes to num_train_epochs or max_steps"
+        )
     if len(kinds) != 1:
         raise DataError("expected a file for RLOO or GRPO, such as `trl rloo` or RLOOConfig(...), found neither")
     return given | {"trainer": f"{kinds.pop().upper()}Trainer"}
+
+
+_BEFORE = ("rloo_k", "response_length", "kl_coef", "num_ppo_epochs", "total_episodes")  # names of old versions
 
 
 def defaults(given: Given) -> Options:
@@ -114,7 +123,19 @@ def _data(value: Any, given: Given) -> Options:
     found = [_source(str(name), given) for name in names]
     chosen = found[0] if len(found) == 1 else found
     evaluated = given.get("eval_strategy", "no") != "no" or "eval_dataset" in given or "eval_steps" in given
-    return {"data.train": chosen} | ({"data.eval": chosen} if evaluated else {})
+    has_split = "val_dataset" not in given and all("path" not in one for one in found)  # a file has no test split
+    return {"data.train": chosen} | ({"data.eval": chosen} if evaluated and has_split else {})
+
+
+def _held_out(value: Any, given: Given) -> Options:
+    names = value if isinstance(value, list) else [value]
+    found = [_source(str(name), given) for name in names]
+    return {"data.eval": found[0] if len(found) == 1 else found}
+
+
+def _overlong(value: Any, given: Given) -> Options:
+    """ms-swift subtracts for long completions only with the reward `soft_overlong`."""
+    return {"algorithm.rewards.overlong_tokens": value} if "soft_overlong" in str(given.get("reward_funcs")) else {}
 
 
 def _source(name: str, given: Given) -> Options:
@@ -250,6 +271,7 @@ RULES: Mapping[str, Rule] = {
     "dataset_name": made(_data, "prompts of the original set"),
     "train_dataset": absent("with the name of the data set"),
     "eval_dataset": absent("with the name of the data set"),
+    "val_dataset": made(_held_out),
     "dataset_*": by_hand("data.train.hub, data.train.hub_split, data.train.fields"),
     "split_dataset_ratio": by_hand("data.eval names an evaluation set"),
     "system": made(_system),
@@ -316,7 +338,7 @@ RULES: Mapping[str, Rule] = {
     "normalize_advantages": made(lambda value, given: {"algorithm.adv_norm.std_level": "batch"} if value else {}),
     "reward_clip_range": to("algorithm.rewards.clip", lambda value: None if value is None else list(value)),
     **dict.fromkeys(("mask_truncated_completions", "overlong_filter"), to("algorithm.rewards.mask_truncated", bool)),
-    "soft_cache_length": to("algorithm.rewards.overlong_tokens"),
+    "soft_cache_length": made(_overlong, "no reward soft_overlong"),
     "dynamic_sample": made(lambda value, given: {"algorithm.min_reward_std": 1e-6} if value else {}),
     "max_resample_times": to("algorithm.max_filtered_batches"),
     "sync_ref_model": by_hand("model.reference.refresh_every_n_versions copies the policy; TRL mixes the two"),

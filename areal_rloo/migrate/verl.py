@@ -11,7 +11,6 @@ from areal_rloo.migrate.rules import (
     CRITIC,
     DEFAULT,
     SPEED,
-    TELEMETRY,
     Given,
     Options,
     Rule,
@@ -367,10 +366,17 @@ RULES: Mapping[str, Rule] = {
     "trainer.resume_mode": absent("areal-rloo resume RUN_FOLDER"),
     "trainer.default_local_dir": by_hand("the folder of a run is runs/NAME-TIME; run.folder names another"),
     **each(
-        "val_only log_val_generations rollout_data_dir validation_data_dir max_actor_ckpt_to_keep "
-        "max_critic_ckpt_to_keep device ray_wait_register_center_timeout use_legacy_worker_impl "
-        "del_local_ckpt_after_load default_hdfs_dir esi_redundant_time remove_previous_ckpt_in_save",
-        TELEMETRY,
+        "log_val_generations rollout_data_dir validation_data_dir",
+        absent("all samples of an evaluation, and some of each step, are recorded"),
+        "trainer.",
+    ),
+    "trainer.max_actor_ckpt_to_keep": made(lambda value, given: {} if value is None else {"checkpoint.keep": value}),
+    "trainer.max_critic_ckpt_to_keep": CRITIC,
+    "trainer.val_only": choice({False: {}}, "areal-rloo evaluate measures a model without training"),
+    **each(
+        "device ray_wait_register_center_timeout use_legacy_worker_impl del_local_ckpt_after_load default_hdfs_dir "
+        "esi_redundant_time remove_previous_ckpt_in_save",
+        absent("how that system keeps its processes and files; checkpoint.keep limits the checkpoints"),
         "trainer.",
     ),
     **each("global_profiler.* skip.* transfer_queue.* hydra.*", SPEED),

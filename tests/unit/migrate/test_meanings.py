@@ -207,3 +207,32 @@ def test_a_pipe_is_no_file_of_settings(tmp_path: Path) -> None:
 def test_the_settings_end_where_the_command_ends(end: str, tmp_path: Path) -> None:
     given = found("run.sh", tmp_path, f"swift rlhf --num_generations 2 --learning_rate 1e-6 {end}")
     assert given.settings["learning_rate"] == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("swift rlhf --rlhf_type grpo --model m --dataset a.jsonl --val_dataset b.jsonl --eval_steps 10", "b.jsonl"),
+        ("swift rlhf --rlhf_type grpo --model m --dataset a.jsonl --eval_steps 10", None),
+    ],
+)
+def test_no_training_row_is_held_out(text: str, expected: str | None, tmp_path: Path) -> None:
+    held_out = _tree(text, tmp_path).get("data", {}).get("eval")
+    assert (None if held_out is None else held_out["path"]) == expected
+
+
+def test_an_earlier_config_of_trl_is_refused_with_its_new_names(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"got those of an earlier RLOOConfig: rloo_k; rename rloo_k to num_generations"
+    ):
+        _tree("trl rloo --model_name_or_path m --dataset_name d --rloo_k 4", tmp_path)
+
+
+@pytest.mark.parametrize(("reward", "expected"), [("accuracy soft_overlong", 512), ("accuracy", None)])
+def test_long_completions_cost_only_with_the_reward_for_them(reward: str, expected: int | None, tmp_path: Path) -> None:
+    text = f"swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs {reward} --soft_cache_length 512"
+    assert _tree(text, tmp_path)["algorithm"].get("rewards", {}).get("overlong_tokens") == expected
+
+
+def _tree(text: str, folder: Path) -> dict[str, Any]:
+    return translate(found("run.sh", folder, text)).tree
