@@ -60,10 +60,10 @@ def with_algorithm(found: Found, given: Options) -> Options:
     kinds = {kind.lower() for kind in _KIND.findall(found.text)}
     if any(name in given for name in _GRPO_ONLY):
         kinds = {"grpo"}
-    if old := [name for name in _BEFORE if name in given]:
+    if early := [name for name in _BEFORE if name in given]:
         raise DataError(
-            f"expected the settings of TRL 1.0 or later, got those of an earlier RLOOConfig: {', '.join(old)}; rename "
-            "rloo_k to num_generations, response_length to max_completion_length, kl_coef to beta, num_ppo_epochs to "
+            f"expected the settings of TRL 1.0 or later, got those of an earlier RLOOConfig: {', '.join(early)}; "
+            "rename rloo_k to num_generations, response_length to max_completion_length, kl_coef to beta, num_ppo_epochs to "
             "num_iterations, and total_episodes to num_train_epochs or max_steps"
         )
     if len(kinds) != 1:

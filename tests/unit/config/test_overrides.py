@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_rloo.config import check_unique, load_config
+from areal_rloo.config import check_overrides, check_unique, load_config
 from areal_rloo.errors import ConfigError
 
 FILE = """
@@ -89,5 +89,5 @@ def test_a_preset_fills_the_section_of_another_override() -> None:
 
 
 def test_a_removed_section_takes_its_keys_along() -> None:
-    check_unique(["data.eval.num_prompts=4", "data.eval=null"])
-    check_unique(["learner={groups_per_step: 4}", "learner.num_train_steps=5"])
+    assert check_overrides(["data.eval.num_prompts=4", "data.eval=null"])
+    assert check_overrides(["learner={groups_per_step: 4}", "learner.num_train_steps=5"])
