@@ -63,8 +63,8 @@ def with_algorithm(found: Found, given: Options) -> Options:
     if early := [name for name in _BEFORE if name in given]:
         raise DataError(
             f"expected the settings of TRL 1.0 or later, got those of an earlier RLOOConfig: {', '.join(early)}; "
-            "rename rloo_k to num_generations, response_length to max_completion_length, kl_coef to beta, num_ppo_epochs to "
-            "num_iterations, and total_episodes to num_train_epochs or max_steps"
+            "rename rloo_k to num_generations, response_length to max_completion_length, kl_coef to beta, "
+            "num_ppo_epochs to num_iterations, and total_episodes to num_train_epochs or max_steps"
         )
     if len(kinds) != 1:
         raise DataError("expected a file for RLOO or GRPO, such as `trl rloo` or RLOOConfig(...), found neither")
