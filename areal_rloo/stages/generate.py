@@ -80,7 +80,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         num = run_beside_user_code(_generate(config, source.version, options.num_prompts, rows, options.output.parent))
     except (KeyboardInterrupt, asyncio.CancelledError):
-        print(f"stopped; the samples so far are in {options.output}", file=sys.stderr)  # noqa: T201
+        where = f"the samples so far are in {options.output}" if rows.num else "there are no samples yet"
+        print(f"stopped; {where}", file=sys.stderr)  # noqa: T201
         return 130
     finally:
         _close(rows, options.output, whole=num is not None)
@@ -151,10 +152,11 @@ class _Lines:
 
     def __init__(self, path: Path) -> None:
         path.open("xb").close()
-        self._file = RecordFile(path)
+        self._file, self.num = RecordFile(path), 0
 
     def write(self, row: Row) -> None:
         self._file.append(msgspec.json.encode(row) + b"\n")
+        self.num += 1
 
     def close(self) -> None:
         self._file.close()
@@ -184,9 +186,11 @@ class _Parquet:
         self._stream = path.open("xb")
         self._file = parquet.ParquetWriter(self._stream, self._schema)
         self._rows: list[dict[str, Any]] = []
+        self.num = 0
 
     def write(self, row: Row) -> None:
         self._rows.append(msgspec.structs.asdict(row))
+        self.num += 1
         if len(self._rows) == _ROWS:
             self._flush()
 
@@ -214,7 +218,7 @@ def _close(rows: _Lines | _Parquet, path: Path, *, whole: bool) -> None:
         raise PreflightError(
             f"argument '--output': {path} cannot be written: {error.strerror}; free some disk"
         ) from error
-    if not whole and path.suffix == ".jsonl" and path.stat().st_size == 0:
+    if not whole and rows.num == 0:
         path.unlink()
 
 

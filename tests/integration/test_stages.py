@@ -85,16 +85,17 @@ def _generate(run: Run, folder: Path) -> None:
 
 def _stop(run: Run, folder: Path) -> None:
     """Ctrl-C falls into the code of an episode, and is no failed sample."""
-    for words in (("evaluate", "--output", "stopped"), ("generate", "--output", "stopped.jsonl")):
+    files = [folder / "stopped.jsonl", folder / "stopped.parquet"]
+    for words in (("evaluate", "--output", "stopped"), *(("generate", "--output", file.name) for file in files)):
         arguments = [words[0], str(run.folder), *words[1:]]
         ended = subprocess.run(
             [sys.executable, "-c", PRESSED, *arguments], cwd=folder, capture_output=True, text=True, check=False
         )
         assert ended.returncode == 130, ended.stderr
-        assert "stopped; the samples so far are in stopped" in ended.stderr
+        assert "stopped; the" in ended.stderr
     assert "KeyboardInterrupt" not in (folder / "stopped" / "trajectories.jsonl").read_text()
-    written = folder / "stopped.jsonl"  # without rows there is no file
-    assert not written.exists() or "KeyboardInterrupt" not in written.read_text()
+    for file in files:  # without rows there is no file
+        assert not file.exists() or b"KeyboardInterrupt" not in file.read_bytes()
 
 
 def _export(run: Run, folder: Path) -> None:
