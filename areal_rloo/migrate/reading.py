@@ -18,6 +18,7 @@ import yaml
 
 from areal_rloo.errors import DataError, first_line
 from areal_rloo.files import read_regular
+from areal_rloo.migrate.rules import Expression
 from areal_rloo.migrate.shell import Script, read_shell, typed
 
 System = Literal["areal", "verl", "trl", "ms-swift"]
@@ -25,6 +26,7 @@ Settings = dict[str, Any]
 
 _MOST_BYTES = 2**18
 _INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
+_BUILDERS = ("json", "csv", "parquet", "text")  # `load_dataset` reads files with them
 _CONFIGS = ("RLOOConfig", "GRPOConfig")
 _TRAINERS = ("RLOOTrainer", "GRPOTrainer")
 _MOST_DEPTH = 20
@@ -141,7 +143,7 @@ def _of_python(tree: ast.Module) -> Settings:
         called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         prefix = {"LoraConfig": "peft_config.", **dict.fromkeys((*_CONFIGS, *_TRAINERS), "")}.get(called)
         if called == "load_dataset" and node.args:
-            settings.setdefault("dataset_name", _literal(node.args[0]))
+            settings.setdefault("dataset_name", _dataset(node))
         if called in _TRAINERS:
             settings["trainer"] = called
         if called == "LoraConfig":
@@ -150,16 +152,27 @@ def _of_python(tree: ast.Module) -> Settings:
             if keyword.arg is None:
                 settings[f"**{ast.unparse(keyword.value)}"] = "more settings"
             elif keyword.arg not in ("args", "peft_config"):
-                settings[f"{prefix}{keyword.arg}"] = _literal(keyword.value)
+                is_set = keyword.arg == "train_dataset"  # the name of the set is in another call
+                settings[f"{prefix}{keyword.arg}"] = (ast.unparse if is_set else _literal)(keyword.value)
     return settings
 
 
+def _dataset(call: ast.Call) -> Any:
+    """Return the name of a dataset of the hub, or the file that a builder reads."""
+    name = _literal(call.args[0])
+    if name not in _BUILDERS:
+        return name
+    files = [_literal(keyword.value) for keyword in call.keywords if keyword.arg == "data_files"]
+    return files[0] if files and isinstance(files[0], str) else Expression(ast.unparse(call))
+
+
 def _literal(node: ast.expr) -> Any:
-    """Return the value of a literal that YAML has, too, and the source of anything else."""
+    """Return the value of a literal that YAML has, too; else the expression, or the text of a type of torch."""
     try:
         value = ast.literal_eval(node)
         if len(msgspec.json.encode(value)) > 0:
             return value
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError, OverflowError):
         pass
-    return ast.unparse(node)
+    text = ast.unparse(node)
+    return text if "torch." in text else Expression(text)

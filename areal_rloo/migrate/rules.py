@@ -13,6 +13,12 @@ Make = Callable[[Any, Given], Options]
 """Options of ours, by key, from the value of a setting and all settings."""
 
 
+class Expression(str):
+    """The text of a Python expression: its value is unknown, because the file is not run."""
+
+    __slots__ = ()
+
+
 class UnreadableError(ValueError):
     """A value that a rule cannot read; the text names the remedy."""
 

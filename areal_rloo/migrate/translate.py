@@ -13,7 +13,7 @@ from areal_rloo.config.load import config_of
 from areal_rloo.errors import ConfigError
 from areal_rloo.migrate import areal, trl, verl
 from areal_rloo.migrate.reading import Found, System
-from areal_rloo.migrate.rules import Options, Rule, UnreadableError
+from areal_rloo.migrate.rules import Expression, Options, Rule, UnreadableError
 from areal_rloo.migrate.trl_steps import processes
 
 Fate = Literal["to", "none", "hand", "unknown"]
@@ -100,6 +100,8 @@ def _applied(name: str, given: Mapping[str, Any], rule: Rule | None, options: Op
             raise UnreadableError("the script chooses the value by a condition; this is the last one")
         if "$(" in str(value) or "${" in str(value):
             raise UnreadableError("a value that only the shell knows")
+        if isinstance(value, Expression):
+            raise UnreadableError("an expression of Python, whose value is unknown because the file is not run")
         made = rule.make(value, given)
     except UnreadableError as error:
         return Line(name, value, "hand", why=str(error))

@@ -127,6 +127,12 @@ def _data(value: Any, given: Given) -> Options:
     return {"data.train": chosen} | ({"data.eval": chosen} if evaluated and has_split else {})
 
 
+def _named(value: Any, given: Given) -> Options:
+    if "dataset_name" not in given:
+        raise UnreadableError("set data.train, such as {task: rows, path: rows.jsonl, fields: {...}}")
+    return {}
+
+
 def _held_out(value: Any, given: Given) -> Options:
     names = value if isinstance(value, list) else [value]
     found = [_source(str(name), given) for name in names]
@@ -261,15 +267,13 @@ RULES: Mapping[str, Rule] = {
     PROCESSES: made(_processes, "GPUs are split between learning and generating"),
     **each("num_processes nproc_per_node", absent(f"as {PROCESSES}")),
     "config_file": absent("how the processes start"),
-    "model": to("model.path"),
-    "model_name_or_path": to("model.path"),
+    **each("model model_name_or_path", Rule(lambda value, given: {"model.path": value}, decides=True)),
     "torch_dtype": made(_dtype),
     "dtype": made(_dtype),
     "model_init_kwargs": made(_dtype),
     "bf16": made(_dtype),
-    "dataset": made(_data, "prompts of the original set"),
-    "dataset_name": made(_data, "prompts of the original set"),
-    "train_dataset": absent("with the name of the data set"),
+    **each("dataset dataset_name", Rule(_data, "prompts of the original set", decides=True)),
+    "train_dataset": Rule(_named, "with the name of the data set", decides=True),
     "eval_dataset": absent("with the name of the data set"),
     "val_dataset": made(_held_out),
     "dataset_*": by_hand("data.train.hub, data.train.hub_split, data.train.fields"),

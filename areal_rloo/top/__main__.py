@@ -59,7 +59,7 @@ def _follow(folder: Path, *, once: bool) -> None:
             records.append(record)
         return screen(folder, config, records, fleet.look(Targets(config, folder).read()), health.present)
 
-    if once:
+    if once or not sys.stdout.isatty():
         fleet.look(Targets(config, folder).read())  # a rate needs two looks
         time.sleep(_BETWEEN_S)
         Console().print(shown())

@@ -93,12 +93,15 @@ def _complete(key: str, path: str, folder: Path) -> Finding:
 
 def _datasets(situation: Situation) -> Iterator[_Need]:
     for key, name in missing_datasets(situation):
-        question, otherwise = f"api/datasets/{name.partition(':')[0]}", f"set {key} to a local file"
+        source, _, field = key.rpartition(".")
+        otherwise = f"set {source}.path to a local file" + (f" and {key} to null" if field == "hub" else "")
+        question = f"api/datasets/{name.partition(':')[0]}"
         if variable := offline_variable(situation):
             what, fix = f"{name} is not downloaded, and {variable} is set", f"unset {variable}, or {otherwise}"
             yield _Need(wrong(key, what, fix, DataError, absent=True))
         elif importlib.util.find_spec("datasets") is None:
-            what = f"null means the hub ({name}), which needs the `datasets` library"
+            found = f"{name} is on the hub" if field == "hub" else f"null means the hub ({name})"
+            what = f"{found}, which needs the `datasets` library"
             fix = f"{otherwise}, or run {install('data')}"
             yield _Need(wrong(key, what, fix, DataError, absent=True), question)
         else:

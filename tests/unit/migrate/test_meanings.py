@@ -234,5 +234,30 @@ def test_long_completions_cost_only_with_the_reward_for_them(reward: str, expect
     assert _tree(text, tmp_path)["algorithm"].get("rewards", {}).get("overlong_tokens") == expected
 
 
+@pytest.mark.parametrize(
+    ("loaded", "expected"),
+    [
+        ('load_dataset("json", data_files="mine.jsonl", split="train")', {"task": "rows", "path": "mine.jsonl"}),
+        ('load_dataset("json", data_files=files)', None),
+        ("load_dataset(args.name)", None),
+        ('Dataset.from_json("mine.jsonl")', None),
+    ],
+)
+def test_a_script_without_a_readable_data_set_makes_no_whole_config(
+    loaded: str, expected: dict[str, str] | None, tmp_path: Path
+) -> None:
+    text = f"rows = {loaded}\nRLOOTrainer('m', args=RLOOConfig(beta=0.1), train_dataset=rows)\n"
+    made = translate(found("train.py", tmp_path, text))
+    assert made.tree.get("data", {}).get("train") == expected
+    assert bool(made.refusal) == (expected is None)
+
+
+def test_an_expression_of_a_script_is_no_value(tmp_path: Path) -> None:
+    text = "from trl import RLOOConfig\nRLOOConfig(learning_rate=args.lr, model_name_or_path=args.model)\n"
+    made = translate(found("train.py", tmp_path, text))
+    assert made.tree.get("model", {}).get("path") is None
+    assert "model_name_or_path=args.model: an expression of Python" in made.refusal
+
+
 def _tree(text: str, folder: Path) -> dict[str, Any]:
     return translate(found("run.sh", folder, text)).tree
