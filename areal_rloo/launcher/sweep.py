@@ -3,7 +3,7 @@
     values ─► combinations, each checked ─► runs, `--parallel` at a time ─► comparison.html
 
 Each run is a process of `areal-rloo run` with a folder in the folder of the sweep. The same command with `--folder`
-goes on: finished runs stay, and stopped runs resume. Another command for the same folder is refused.
+goes on: finished runs stay, and stopped runs resume. Other options for a finished run are refused.
 """
 
 from __future__ import annotations
@@ -97,18 +97,18 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check_same(folder: Path, name: str, config: Config) -> None:
-    """Check that a run of an earlier start of this sweep has the options of now.
+    """Check that a finished run of this sweep has the options of now; the others resume, by the rules for that.
 
     Raises:
         ConfigError: it has others.
     """
     noted = folder / _OPTIONS / f"{name}.yaml"
-    if not noted.exists():
+    if not noted.exists() or not is_finished(folder / name):
         return
     for other in changes(load_config(str(noted)), config):
         raise ConfigError(
-            f"argument '--folder': {folder} has a sweep with other options: {name}: {other.key} {other.values}; "
-            "give the command of that sweep, or another --folder"
+            f"argument '--folder': {folder / name} has finished with other options: {other.key} {other.values}; "
+            "give the options of that run, or another --folder"
         )
 
 

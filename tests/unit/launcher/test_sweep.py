@@ -79,7 +79,10 @@ def test_the_options_of_a_sweep_stay_beside_a_preset_of_it(tmp_path: Path, monke
     over = ["--over", "algorithm.preset=rloo,grpo", "algorithm.loss.eps_high=0.35", "--folder", str(tmp_path / "s")]
     assert main(["--config", "quickstart.yaml", *over]) == 0
     assert [config.algorithm.loss.eps_high for config in begun.values()] == [0.35, 0.35]
-    with pytest.raises(ConfigError, match=r"a sweep with other options: 1-preset=rloo: run\.seed 0 -> 7; give the"):
+    assert main(["--config", "quickstart.yaml", *over, "learner.num_train_steps=7"]) == 0
+    assert main(["--config", "quickstart.yaml", *over]) == 0
+    monkeypatch.setattr(sweep, "is_finished", lambda _: True)
+    with pytest.raises(ConfigError, match=r"1-preset=rloo has finished with other options: run\.seed 0 -> 7; give"):
         main(["--config", "quickstart.yaml", *over, "run.seed=7"])
     assert main(["--config", "quickstart.yaml", *over]) == 0
 
