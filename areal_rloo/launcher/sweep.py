@@ -78,16 +78,19 @@ def main(arguments: Sequence[str]) -> int:
     launcher = launcher_of([] if options.launcher is None else [f"--launcher={options.launcher}"])[0] or "local"
     folder = (options.folder or Path("runs") / f"sweep-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     runs = combinations(options.over)
-    for run in runs:
-        check_unique([*run.options, *rest])
-        _check_same(folder, run.name, load_config(options.config, [*run.options, *rest]))
+    commands = [run._replace(options=(*run.options, *rest)) for run in runs]
+    configs: dict[Path, Config] = {}  # by the file that notes it
+    for run in commands:
+        check_unique(run.options)
+        noted = folder / _OPTIONS / f"{run.name}.yaml"
+        configs[noted] = load_config(options.config, run.options)
+        _check_same(folder / run.name, noted, configs[noted])
     if options.dry_run:
         _say("\n".join(f"{folder / run.name}: {' '.join(run.options)}" for run in runs))
         return 0
-    for run in runs:
-        _note(folder, run.name, load_config(options.config, [*run.options, *rest]))
+    for noted, config in configs.items():
+        _note(noted, config)
     begin = (sys.executable, "-m", "areal_rloo", "run", f"--launcher={launcher}", "--config", options.config)
-    commands = [run._replace(options=(*run.options, *rest)) for run in runs]
     codes, signals = _run_all(commands, begin, folder, options.parallel)
     _say(f"{sum(code == 0 for code in codes.values())} of {len(runs)} runs ended with exit code 0")
     _report(folder, runs, submitted=launcher == "slurm")
@@ -96,29 +99,27 @@ def main(arguments: Sequence[str]) -> int:
     return next((code for code in codes.values() if code != 0), 0)
 
 
-def _check_same(folder: Path, name: str, config: Config) -> None:
+def _check_same(own: Path, noted: Path, config: Config) -> None:
     """Check that a finished run of this sweep has the options of now; the others resume, by the rules for that.
 
     Raises:
         ConfigError: it has others.
     """
-    noted = folder / _OPTIONS / f"{name}.yaml"
-    if not noted.exists() or not is_finished(folder / name):
+    if not noted.exists() or not is_finished(own):
         return
     for other in changes(load_config(str(noted)), config):
         raise ConfigError(
-            f"argument '--folder': {folder / name} has finished with other options: {other.key} {other.values}; "
+            f"argument '--folder': {own} has finished with other options: {other.key} {other.values}; "
             "give the options of that run, or another --folder"
         )
 
 
-def _note(folder: Path, name: str, config: Config) -> None:
-    noted = folder / _OPTIONS / f"{name}.yaml"
+def _note(noted: Path, config: Config) -> None:
     try:
         noted.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(noted, dump_config(config).encode())
     except OSError as error:
-        raise PreflightError(f"argument '--folder': {folder} cannot be written: {error.strerror}") from error
+        raise PreflightError(f"argument '--folder': {noted} cannot be written: {error.strerror}") from error
 
 
 def combinations(over: Sequence[str]) -> list[_Run]:

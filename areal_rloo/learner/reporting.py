@@ -214,9 +214,17 @@ class Reporter:
         now.decoding_s = min(before.decoding_s + statistics.decoding_s, MOST_SECONDS)
         num_generated = before.generated_tokens + statistics.generated_tokens  # as the workers say
         now.generated_tokens = min(num_generated, MOST_COUNT)
-        now.failed_checkpoints = before.failed_checkpoints + self.checkpoints.num_failed
-        now.wall_s = before.wall_s + time.monotonic() - self._started_s
+        now.failed_checkpoints = self._failed_checkpoints
+        now.wall_s = self._wall_s
         return now
+
+    @property
+    def _failed_checkpoints(self) -> int:
+        return self._before.failed_checkpoints + self.checkpoints.num_failed
+
+    @property
+    def _wall_s(self) -> float:
+        return self._before.wall_s + time.monotonic() - self._started_s
 
     def _moving(self, totals: Totals, statistics: IntakeStatistics) -> MovingNumbers:
         return MovingNumbers(
@@ -231,11 +239,11 @@ class Reporter:
 
     def update_clock(self) -> None:
         """Bring `wall_s` of the totals up to this moment."""
-        self.totals.wall_s = self._before.wall_s + time.monotonic() - self._started_s
+        self.totals.wall_s = self._wall_s
 
     def count_failed_checkpoints(self) -> None:
         """Bring `failed_checkpoints` of the totals up to this moment."""
-        self.totals.failed_checkpoints = self._before.failed_checkpoints + self.checkpoints.num_failed
+        self.totals.failed_checkpoints = self._failed_checkpoints
 
     def write_summary(
         self,

@@ -308,9 +308,7 @@ RULES: Mapping[str, Rule] = {
     "train_dataset.batch_size": to("learner.groups_per_step"),
     "train_dataset.path": made(_train),
     "train_dataset.max_length": made(
-        lambda value, given: (
-            {} if value is None else {"data.max_prompt_tokens": value, "data.overlong_prompts": "filter"}
-        )
+        lambda value, given: {"data.max_prompt_tokens": value, "data.overlong_prompts": "filter"}
     ),
     "train_dataset.shuffle": choice({True: {}}, "prompts are shuffled in every epoch"),
     "train_dataset.type": DEFAULT,

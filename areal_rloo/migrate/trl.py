@@ -119,11 +119,10 @@ def _truncated(key: str, value: Any, given: Given) -> Options:
 
 
 def _data(value: Any, given: Given) -> Options:
-    names = value if isinstance(value, list) else [value]
-    found = [_source(str(name), given) for name in names]
-    chosen = found[0] if len(found) == 1 else found
+    found = _sources(value, given)
     evaluated = given.get("eval_strategy", "no") != "no" or "eval_dataset" in given or "eval_steps" in given
     has_split = "val_dataset" not in given and all("path" not in one for one in found)  # a file has no test split
+    chosen = _alone_or_all(found)
     return {"data.train": chosen} | ({"data.eval": chosen} if evaluated and has_split else {})
 
 
@@ -134,9 +133,15 @@ def _named(value: Any, given: Given) -> Options:
 
 
 def _held_out(value: Any, given: Given) -> Options:
-    names = value if isinstance(value, list) else [value]
-    found = [_source(str(name), given) for name in names]
-    return {"data.eval": found[0] if len(found) == 1 else found}
+    return {"data.eval": _alone_or_all(_sources(value, given))}
+
+
+def _sources(value: Any, given: Given) -> list[Options]:
+    return [_source(str(name), given) for name in (value if isinstance(value, list) else [value])]
+
+
+def _alone_or_all(sources: list[Options]) -> Options | list[Options]:
+    return sources[0] if len(sources) == 1 else sources
 
 
 def _overlong(value: Any, given: Given) -> Options:

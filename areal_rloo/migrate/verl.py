@@ -370,7 +370,7 @@ RULES: Mapping[str, Rule] = {
         absent("all samples of an evaluation, and some of each step, are recorded"),
         "trainer.",
     ),
-    "trainer.max_actor_ckpt_to_keep": made(lambda value, given: {} if value is None else {"checkpoint.keep": value}),
+    "trainer.max_actor_ckpt_to_keep": to("checkpoint.keep"),
     "trainer.max_critic_ckpt_to_keep": CRITIC,
     "trainer.val_only": choice({False: {}}, "areal-rloo evaluate measures a model without training"),
     **each(

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     if config.data.eval is None:
         raise ConfigError("data.eval: expected an evaluation set, got null; set data.eval={task: ...}")
     if options.output is not None and options.output.exists():
-        _check_empty(options.output)
+        check_empty("--output", options.output)
     check(config)
     folder = _own_folder(options.output, f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
@@ -73,9 +73,10 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _check_empty(folder: Path) -> None:
+def check_empty(option: str, folder: Path) -> None:
+    """Check the folder of an option, which exists: raise PreflightError unless the folder is empty."""
     if not folder.is_dir() or any(folder.iterdir()):
-        raise PreflightError(f"argument '--output': expected an empty or a new folder, got {folder}")
+        raise PreflightError(f"argument '{option}': expected an empty or a new folder, got {folder}")
 
 
 def _own_folder(wanted: Path | None, name: str) -> Path:
@@ -96,7 +97,7 @@ def _own_folder(wanted: Path | None, name: str) -> Path:
         except OSError as error:
             raise PreflightError(f"argument '--output': {folder} cannot be written: {error.strerror}") from error
         if wanted is not None:
-            _check_empty(folder)
+            check_empty("--output", folder)
     raise PreflightError(f"argument '--output': expected a new folder, got {folder}")
 
 

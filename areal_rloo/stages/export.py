@@ -16,7 +16,7 @@ from areal_rloo.errors import CheckpointError, PreflightError, first_line
 from areal_rloo.files import flush_to_disk, move_into_place, use_umask
 from areal_rloo.learner.checkpoint import is_whole
 from areal_rloo.program import Parser
-from areal_rloo.stages.evaluate import words
+from areal_rloo.stages.evaluate import check_empty, words
 from areal_rloo.stages.source import checkpoint_of
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import EvalRecord
@@ -61,8 +61,8 @@ def export(run_folder: Path, step: int | None, target: Path) -> None:
         raise CheckpointError(f"{checkpoint}: a file is missing or damaged; export another step with --step")
     if target.resolve() == Path.cwd():
         raise PreflightError("argument '--to': expected a new folder, got the current one")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise PreflightError(f"argument '--to': expected an empty or a new folder, got {target}")
+    if target.exists():
+        check_empty("--to", target)
     config = load_config(str(checkpoint / "config.yaml"))
     supervised = (run_folder / "sft.jsonl").exists()
     records = [record for record in read_records(run_folder / "metrics.jsonl") if isinstance(record, EvalRecord)]

@@ -6,15 +6,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from subprocess import CompletedProcess
-from threading import Thread
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from support.families import family_config, save_family
+from support.http_servers import serving
 from transformers import Qwen2ForSequenceClassification
 
 from areal_rloo.models.tiny import make_tiny_tokenizer
@@ -81,13 +81,8 @@ def published(tmp_path: Path, asked: list[str]) -> Iterator[tuple[Path, str]]:
             if body:
                 self.wfile.write(content)
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = Thread(target=server.serve_forever, name="the hub")
-    thread.start()
-    yield folder, f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(Hub) as address:
+        yield folder, address
 
 
 @pytest.mark.parametrize("max_shard_size", ["100KB", "1GB"])

@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
+from support.http_servers import serving
 
 _PUSH = """
 import sys
@@ -91,13 +91,8 @@ class _Hub(BaseHTTPRequestHandler):
 def hub() -> Iterator[tuple[type[_Hub], str]]:
     """The hub, and its address."""
     handler = type("Hub", (_Hub,), {"files": {}, "large": {}, "allows": True})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = Thread(target=server.serve_forever, name="the hub")
-    thread.start()
-    yield handler, f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(handler) as address:
+        yield handler, address
 
 
 def _push(folder: Path, address: str, home: Path) -> subprocess.CompletedProcess[str]:

@@ -5,10 +5,11 @@ import contextlib
 import socket
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Literal
 
 import pytest
+from support.http_servers import serving
 from support.situations import found, only
 
 from areal_rloo.engines.kinds import kind_of
@@ -70,12 +71,10 @@ def test_all_servers_are_asked_at_the_same_time() -> None:
 
         def log_message(self, *_: object) -> None: ...
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Together) as server:
-        threading.Thread(target=server.serve_forever).start()
-        urls = ", ".join(f"http://127.0.0.1:{server.server_port}/{name}" for name in "abc")
+    with serving(Together) as address:
+        urls = ", ".join(f"{address}/{name}" for name in "abc")
         asked = ("rollout.engine=sglang", "rollout.num_workers=3", f"rollout.sglang.urls=[{urls}]")
         states = [finding.state for finding in found(check_servers, *asked)]
-        server.shutdown()
     assert states == ["ok"] * 3
 
 
@@ -125,13 +124,10 @@ def test_a_server_is_asked_as_the_engine_asks(
 
         def log_message(self, *_: object) -> None: ...
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever).start()
-        url = f"http://127.0.0.1:{server.server_port}"
+    with serving(Handler) as url:
         options = (f"rollout.{engine}={{urls: ['{url}'], api_key_env: MY_KEY}}", f"rollout.engine={engine}")
         (finding,) = found(check_servers, *options, MY_KEY=KEY)
         accepted = asyncio.run(_engine_accepts(engine, url))
-        server.shutdown()
     assert (finding.state, accepted) == (("wrong", False) if words else ("ok", True))
     assert (words or "answers") in finding.what
 

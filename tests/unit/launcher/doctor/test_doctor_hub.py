@@ -3,11 +3,12 @@
 import contextlib
 import socket
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.http_servers import serving
 from support.situations import downloaded, found, only
 
 from areal_rloo.launcher.doctor import hub
@@ -121,9 +122,6 @@ def test_an_answer_of_the_hub_that_is_no_json_is_wrong(status: int, body: bytes,
 
         def log_message(self, *_: object) -> None: ...
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
-        threading.Thread(target=server.serve_forever).start()
-        endpoint = f"http://127.0.0.1:{server.server_port}"
+    with serving(Page) as endpoint:
         finding = only(check_hub, says, "model.path=org/name", HF_ENDPOINT=endpoint, HF_HOME="/nowhere")
-        server.shutdown()
     assert says == "unsure" or finding.fix == f"{mend}, or download it elsewhere and set model.path to its folder"
