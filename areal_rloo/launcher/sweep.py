@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     folder = (options.folder or Path("runs") / f"sweep-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     runs = combinations(options.over)
     commands = [run._replace(options=(*run.options, *rest)) for run in runs]
-    configs: dict[Path, Config] = {}  # by the file that notes it
+    configs: dict[Path, Config] = {}  # by file
     for run in commands:
         check_unique(run.options)
         noted = folder / _OPTIONS / f"{run.name}.yaml"

@@ -59,8 +59,7 @@ class Recorder:
         """Write the samples dropped since the last step, and close the file."""
         try:
             self._append(self._dropped(drops, policy_version))
-            if self._written is not None:
-                self._written.result()
+            self._wait()
         finally:
             self._writer.shutdown()
             if self._file is not None:
@@ -71,9 +70,14 @@ class Recorder:
         if self._file is None:
             return
         records = list(made)
-        if self._written is not None:
-            self._written.result()
+        self._wait()
         self._written = self._writer.submit(self._write, self._file, records)
+
+    def _wait(self) -> None:
+        """Wait for the last records. An error is raised once: the next records are written all the same."""
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
 
     def _write(self, file: TrajectoryFile, records: Sequence[TrajectoryRecord]) -> None:
         try:

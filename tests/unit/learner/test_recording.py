@@ -167,6 +167,23 @@ def test_a_step_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [record.policy_version for record in read_trajectories(tmp_path / "t.jsonl")] == [0, 0, 1, 1]
 
 
+def test_an_error_of_the_writer_is_raised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run ends with it, and the drops at the end are written."""
+    recorder = Recorder(tmp_path / "t.jsonl", TOKENIZER, TelemetryConfig(trajectories_per_step=2))
+    with monkeypatch.context() as broken:
+        broken.setattr(trajectories.TrajectoryFile, "append", lambda *_: [].pop())
+        recorder.step(*_batch(1), [], policy_version=0)
+        assert recorder._written is not None
+        recorder._written.exception()
+    with pytest.raises(IndexError):
+        recorder.step(*_batch(1), [], policy_version=1)
+    ledger, prompt = Ledger(), Prompt(0, 0, tuple(_ids("2+2=?").tolist()), Item("2+2=?", "4", source="sums"))
+    ledger.admit(prompt, group_size=2, admission_version=0, deadline=9)
+    ledger.drop_sample((0, 1), "max_attempts")
+    recorder.close(ledger.take_drops(), policy_version=1)
+    assert [record.dropped for record in read_trajectories(tmp_path / "t.jsonl")] == ["max_attempts"]
+
+
 @pytest.mark.parametrize("refused", ["thin_records", "RecordFile"])
 def test_a_disk_that_refuses_the_thinner_file_loses_no_record(
     refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
