@@ -31,7 +31,7 @@ _BYTES_PER_MESSAGE = 2**20
 _MOST_MESSAGES = 10_000.0  # at once, for example after a train step that blocked the learner
 _KEPT_DESCRIPTORS = 256  # for files, and for the weights
 _GONE = (errno.EBADF, errno.ENOTSOCK, errno.ENOTCONN)  # libzmq closed the descriptor
-_SHORT_LAP_S = 200e-6
+_SHORT_LAP_S = 1e-3  # a wait for the processor or the GIL is longer
 _FIRST_MESSAGES = 100.0  # of a new peer: a flood cannot get more by new connections
 
 
