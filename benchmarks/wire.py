@@ -77,9 +77,9 @@ def cases(quick: bool) -> Generator[Case]:
     context = multiprocessing.get_context("spawn")
     pipe, there = context.Pipe()
     context.Process(target=_receiver, args=(there,), daemon=True).start()
-    for num_tokens, count in ((64, 1000),) if quick else ((1024, 20_000), (1570, 15_000), (8192, 4_000)):
+    for num_tokens, count in ((64, 1000),) if quick else ((1024, 60_000), (1570, 45_000), (8192, 12_000)):
         contestants = {
-            name: partial(_rate, name, pipe, num_tokens, count // 20 if name.startswith("lock_step") else count)
+            name: partial(_rate, name, pipe, num_tokens, count // 60 if name.startswith("lock_step") else count)
             for name in KINDS
         }
         facts = {"trajectory_bytes": len(_ready_bytes(num_tokens))}

@@ -40,7 +40,7 @@ from areal_rloo.config.episode import EpisodeConfig, SourceEpisodeConfig
 from areal_rloo.config.imports import ENTRY, import_entry, import_function, import_named
 from areal_rloo.config.launcher import LauncherConfig
 from areal_rloo.config.learner import MOST_BETA, LearnerConfig, LoraConfig, OptimizerConfig
-from areal_rloo.config.load import check_run, dump_config, load_config
+from areal_rloo.config.load import check_launched, check_run, dump_config, load_config
 from areal_rloo.config.overrides import EXPECTED, check_overrides, check_unique, is_override, override_of
 from areal_rloo.config.presets import PRESETS
 from areal_rloo.config.rollout import EmbeddedConfig, RolloutConfig, SamplingConfig
@@ -94,6 +94,7 @@ __all__ = [
     "WeightsConfig",
     "WireConfig",
     "argument_name",
+    "check_launched",
     "check_overrides",
     "check_run",
     "check_unique",

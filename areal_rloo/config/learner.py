@@ -33,6 +33,7 @@ class OptimizerConfig(Section, frozen=True):
     decay_all: bool = False  # true: weight decay also on norms, biases and embeddings
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate after the warmup
     warmup_steps: Natural = 0  # optimizer steps (minibatches) in which the rate rises from 0
+    warmup_share: Share = 0.0  # in place of warmup_steps: their share of all optimizer steps, rounded up
     final_share: Share = 0.0  # of learning_rate, at the end of a linear or cosine schedule
     max_grad_norm: PositiveFloat = 1.0  # a longer gradient is scaled to this norm
     state_dtype: Literal["float32", "bfloat16"] = "float32"  # of both moments: 8 or 4 bytes a parameter
@@ -114,6 +115,11 @@ def learner_mistakes(learner: LearnerConfig, loss: LossConfig) -> Iterator[str]:
         yield (
             f"learner.optimizer.final_share: expected 0 with schedule=constant, got {learner.optimizer.final_share}, "
             "which a constant rate does not read; set learner.optimizer.schedule=linear or cosine"
+        )
+    if learner.optimizer.warmup_steps > 0 and learner.optimizer.warmup_share > 0:
+        yield (
+            f"learner.optimizer.warmup_share: expected 0 with warmup_steps={learner.optimizer.warmup_steps}, got "
+            f"{learner.optimizer.warmup_share}; leave one of the two out"
         )
     if learner.optimizer.decay_all and learner.optimizer.weight_decay == 0:
         yield (

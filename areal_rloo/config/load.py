@@ -122,3 +122,14 @@ def check_run(folder: Path) -> None:
     """Raise DataError if a folder holds no run."""
     if not (folder / "config.yaml").is_file():
         raise DataError(f"{folder}: no run here (config.yaml is missing); expected a run folder such as runs/latest")
+
+
+def check_launched(folder: Path) -> None:
+    """Raise DataError if a folder holds no run with rollout workers; `sft` and `offline` have none."""
+    check_run(folder)
+    for name in ("sft", "offline"):
+        if (records := folder / f"{name}.jsonl").exists():
+            raise DataError(
+                f"{folder}: expected a run of areal-rloo run, got one of areal-rloo {name}; its steps are in "
+                f"{records.name}, and areal-rloo {name} goes on with --resume"
+            )

@@ -7,7 +7,10 @@ from collections.abc import Mapping
 OURS: Mapping[str, str] = {
     **dict.fromkeys(("lr", "actor_lr"), "learner.optimizer.learning_rate"),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "learner.optimizer.schedule"),
-    **dict.fromkeys(("warmup_ratio", "lr_warmup_steps", "warmup_steps_proportion"), "learner.optimizer.warmup_steps"),
+    "lr_warmup_steps": "learner.optimizer.warmup_steps",
+    **dict.fromkeys(
+        ("warmup_ratio", "lr_warmup_steps_ratio", "warmup_steps_proportion"), "learner.optimizer.warmup_share"
+    ),
     **dict.fromkeys(("gradient_clipping", "grad_clip"), "learner.optimizer.max_grad_norm"),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "beta1", "beta2"), "learner.optimizer.betas"),
     **dict.fromkeys(("n", "n_samples", "num_generations", "rollout_n"), "algorithm.group_size"),

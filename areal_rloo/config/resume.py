@@ -220,7 +220,9 @@ _RULES: dict[str, Rule] = {
     **_exact("learner", "max_skipped_steps collective_timeout_s peak_flops"),
     **_allowed("learner.optimizer", "learning_rate", "the moments go on"),
     **_allowed("learner.optimizer", "betas eps weight_decay decay_all max_grad_norm", "the moments go on"),
-    **_allowed("learner.optimizer", "schedule warmup_steps final_share", "the schedule goes on at the same step"),
+    **_allowed(
+        "learner.optimizer", "schedule warmup_steps warmup_share final_share", "the schedule goes on at the same step"
+    ),
     **_refused("learner.optimizer", "state_dtype", "the moments in the checkpoint have this type"),
     **_exact("weights", "transport bucket_bytes timeout_s"),
     **_allowed("weights", "publish_every_n_steps", "groups under way keep their deadline"),

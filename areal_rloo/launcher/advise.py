@@ -16,7 +16,7 @@ from pathlib import Path
 from areal_rloo.advice.calibration import Load, calibrated, merged, setup_of
 from areal_rloo.advice.forecast import best_setup, bottleneck, forecast, splits
 from areal_rloo.advice.simulation import Setup
-from areal_rloo.config import Config, check_run, check_unique, load_config
+from areal_rloo.config import Config, check_launched, check_unique, load_config
 from areal_rloo.errors import ConfigError
 from areal_rloo.program import Parser, run_main
 from areal_rloo.telemetry.metrics import read_records
@@ -78,7 +78,7 @@ def _read(folder: Path, config: Config) -> tuple[list[Record], Config]:
     Raises:
         UserError: there is no run, or the config has another model or task.
     """
-    check_run(folder)
+    check_launched(folder)
     of_run = load_config(str(folder / "config.yaml"))
     for key in _SAME:
         asked, measured = attrgetter(key)(config), attrgetter(key)(of_run)

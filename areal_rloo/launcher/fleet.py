@@ -105,8 +105,8 @@ class ReservedRoom:
         most = len(self._placement.workers)
         if num_workers > most:
             raise PreflightError(
-                f"num_workers: Ray has reserved places for {most} workers at the start, got {num_workers}; start the "
-                f"run again with --resume rollout.num_workers={num_workers}"
+                f"num_workers: Ray has reserved places for {most} workers at the start, got {num_workers}; use "
+                f"areal-rloo resume RUN_FOLDER rollout.num_workers={num_workers} after its end"
             )
         return dataclasses.replace(self._placement, workers=self._placement.workers[:num_workers])
 

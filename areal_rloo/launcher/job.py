@@ -348,12 +348,12 @@ class Job:
         return code if code is None or ends or not ranks.restart(code) else None
 
     def _say_where_to_look(self, ranks: LearnerRanks, code: int) -> None:
-        again = "start again without --resume" if self._config.run.folder is None else "--resume begins again"
-        remedy = f"; there is no checkpoint yet: {again}"
+        resume = f"areal-rloo resume {self._folder}"
+        remedy = f"; there is no checkpoint yet: {resume} begins again"
         if code == 2 and not ranks.has_saved:  # the error of the start has its own remedy
             remedy = ""
         elif (newest := self._newest_checkpoint()) is not None:
-            remedy = f"; go on from the newest checkpoint with --resume ({newest})"
+            remedy = f"; go on from the newest checkpoint ({newest}) with {resume}"
         self._progress.warn(f"logs: {self._folder / 'logs'}{remedy}")
 
     def _why_killed(self) -> str | None:

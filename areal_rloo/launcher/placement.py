@@ -200,7 +200,7 @@ def resized(placement: Placement, num_workers: int) -> Placement:
         if len(free[host.name]) < num_gpus:
             raise PreflightError(
                 f"num_workers: {num_workers} workers need {num_gpus} free GPUs each, there is room for {len(workers)}; "
-                "wait for other runs, or start this run again on more hosts with --resume"
+                "wait for other runs, or resume this run on more hosts: areal-rloo resume RUN_FOLDER"
             )
         workers = (*workers, dataclasses.replace(like, host=host, gpu_ids=tuple(free[host.name][:num_gpus])))
     return dataclasses.replace(placement, workers=workers)

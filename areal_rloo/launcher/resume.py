@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_rloo.config import check_run, is_override, override_of
+from areal_rloo.config import check_launched, is_override, override_of
 from areal_rloo.errors import ConfigError
 from areal_rloo.files import read_regular
 from areal_rloo.launcher import run
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     folder = folder.resolve()
     submitted = newest_submitted(folder)
     if submitted is None:
-        check_run(folder)
+        check_launched(folder)
     config = folder / "config.yaml" if submitted is None else submitted
     launcher = launcher or (_recorded(folder) if submitted is None else "slurm")
     return run.main(

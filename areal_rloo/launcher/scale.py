@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from areal_rloo.config import check_run, load_config
+from areal_rloo.config import check_launched, load_config
 from areal_rloo.errors import PreflightError
 from areal_rloo.launcher.fleet import Wish, ask, check_number, is_asked, read_answer
 from areal_rloo.learner.lock import is_in_use
@@ -33,10 +33,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--workers", type=int, required=True, metavar="N", help="the number of rollout workers")
     options = parser.parse_args(arguments)
     folder = options.run_folder.resolve()
-    check_run(folder)
+    check_launched(folder)
     check_number(options.workers, load_config(str(folder / "config.yaml")))
     if not is_in_use(folder, "launcher"):
-        raise PreflightError(f"{folder}: no launcher runs here; start it with --resume rollout.num_workers=N")
+        raise PreflightError(
+            f"{folder}: no launcher runs here; start it: areal-rloo resume {folder} rollout.num_workers=N"
+        )
     wish = Wish(uuid.uuid4().hex, options.workers)
 
     def is_settled() -> bool:

@@ -199,9 +199,9 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
         group_filter=load_group_filter(config.algorithm.group_filter),
         num_truncated=lambda: tokenize.num_truncated,
     )
+    reporter.follow(intake.statistics(), lambda: service.call(intake.statistics, timeout_s=_SCRAPE_S))
     service = IntakeService(intake, broadcaster, _channel(config, arguments), heartbeat_s=config.wire.heartbeat_s)
     watchdog = Watchdog()
-    reporter.metrics.follow(lambda: reporter.moving(service.call(intake.statistics, timeout_s=_SCRAPE_S)))
     _serve_metrics(config, arguments, registry, service, broadcaster, watchdog)
     _drain_on_signals(service, config.launcher.drain_timeout_s + _LAUNCHER_FIRST_S)
     learner = Learner(
@@ -307,6 +307,7 @@ def _reporter(
         totals=totals,
         checkpoints=checkpoints,
         config=config,
+        policy_version=max(0, version),
     )
     watch(registry, PaceStatistics, reporter.pace)
     return reporter

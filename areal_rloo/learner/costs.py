@@ -132,7 +132,7 @@ def _out_of_memory(
         f"out of memory: {what} did not fit; a step needs about {sum(parts.values()) / GIB:.2f} GiB on each rank "
         f"({in_words(parts)}; {of_token / 1024:.0f} KiB a token), {free / GIB:.2f} of {total / GIB:.2f} GiB were free"
         f"{beside}; {'if this repeats, ' if late else ''}{remedies or 'take a larger host or a smaller model'}; then "
-        "continue with --resume"
+        "areal-rloo resume RUN_FOLDER"
     )
 
 

@@ -84,7 +84,7 @@ class Learner:
         if not self.checkpoints.wait():
             raise UnsavedError(
                 f"version {self.policy_version} could not be saved (see logs/learner.log): the steps since the newest "
-                "whole checkpoint are lost; free some disk, then --resume"
+                "whole checkpoint are lost; free some disk, then areal-rloo resume RUN_FOLDER"
             )
         if unpublished is not None:
             raise unpublished

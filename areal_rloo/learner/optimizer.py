@@ -39,11 +39,12 @@ def _groups(policy: torch.nn.Module, config: OptimizerConfig) -> list[dict[str, 
 
 def schedule_factor(step: int, config: OptimizerConfig, num_optimizer_steps: int) -> float:
     """Return the factor on the learning rate: linear warm-up, then constant or decaying to `final_share` at the end."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
+    num_warmup = config.warmup_steps or math.ceil(config.warmup_share * num_optimizer_steps)
+    if step < num_warmup:
+        return (step + 1) / num_warmup
     if config.schedule == "constant":
         return 1.0
-    progress = (step - config.warmup_steps) / max(1, num_optimizer_steps - config.warmup_steps)
+    progress = (step - num_warmup) / max(1, num_optimizer_steps - num_warmup)
     remaining = max(0.0, 1.0 - progress)
     decayed = remaining if config.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * remaining))
     return config.final_share + (1 - config.final_share) * decayed

@@ -7,6 +7,7 @@ train step and each evaluation; a summary at the end. The training thread calls 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import defaultdict, deque
@@ -84,14 +85,15 @@ class Reporter:
     totals: Totals  # sums over the whole run, restarts included; checkpoints keep them
     checkpoints: Checkpoints
     config: Config
+    policy_version: InitVar[int] = 0  # at the start
 
-    def __post_init__(self, registry: CollectorRegistry, records: Sequence[Record]) -> None:
+    def __post_init__(self, registry: CollectorRegistry, records: Sequence[Record], policy_version: int) -> None:
         for record in records:
             self.health.look(record)
-        steps = [record for record in records if isinstance(record, TrainRecord)]
-        self.metrics = LearnerMetrics(registry, steps[-1] if steps else None)
+        start = {"num_train_steps": policy_version, "skipped_steps": self.totals.skipped_steps}
+        self.metrics = LearnerMetrics(registry, start)
         self.evaluations = [record for record in records if isinstance(record, EvalRecord)]
-        self._steps_left = self.config.learner.num_train_steps - (steps[-1].policy_version if steps else 0)
+        self._steps_left = self.config.learner.num_train_steps - policy_version
         self._looking = threading.Lock()
         self._stepped = self._evaluated = datetime.now(UTC)
         self._steps_s = deque([_FIRST_STEP_S], maxlen=_LAST_STEPS)
@@ -100,7 +102,7 @@ class Reporter:
         self._first_step: IntakeStatistics | None = None
         self._waits_since_s: float | None = None  # the learner, for a batch
         self._parts = Words(_MOST_PARTS)
-        self.start_clock()
+        self._started_s = math.inf
 
     def start_clock(self) -> None:
         """Start to measure `wall_s` and the rates of the first record: the learner is ready to train."""
@@ -192,9 +194,13 @@ class Reporter:
             self._waits_since_s = None
             self.totals.learner_idle_s += time.monotonic() - since_s
 
-    def moving(self, statistics: IntakeStatistics) -> MovingNumbers:
-        """Return the moving numbers at this moment; safe on any thread."""
-        return self._moving(self._totals_now(statistics), statistics)
+    def follow(self, start: IntakeStatistics, read: Callable[[], IntakeStatistics]) -> None:
+        """Serve the moving numbers of each scrape, counted from the start of this process; `read` as in `_Served`."""
+
+        def moving(now: IntakeStatistics) -> MovingNumbers:
+            return self._moving(self._totals_now(now), now)
+
+        self.metrics.follow(moving(start), lambda: moving(read()))
 
     def update_totals(self, statistics: IntakeStatistics) -> None:
         """Bring the totals up to this moment."""
@@ -224,7 +230,7 @@ class Reporter:
 
     @property
     def _wall_s(self) -> float:
-        return self._before.wall_s + time.monotonic() - self._started_s
+        return self._before.wall_s + max(0.0, time.monotonic() - self._started_s)
 
     def _moving(self, totals: Totals, statistics: IntakeStatistics) -> MovingNumbers:
         return MovingNumbers(

@@ -52,9 +52,10 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"argument '--processes': expected at least 1, got {options.processes}")
     found = read(options.file, options.system)
     if options.processes is not None:
-        found = msgspec.structs.replace(found, variables=found.variables | {PROCESSES: str(options.processes)})
+        found = msgspec.structs.replace(found, settings=found.settings | {PROCESSES: options.processes})
     translation = translate(found)
-    sys.stderr.write("\n".join(report(found.system, translation)) + "\n")
+    left = [f"left out, because another command trains: {shown(command)}" for command in found.others]
+    sys.stderr.write("\n".join([*report(found.system, translation), *left]) + "\n")
     sys.stderr.flush()
     print(f"# From {shown(options.file.name)} of {found.system}, by areal-rloo migrate.")  # noqa: T201 - the output
     print(as_yaml(translation), end="")  # noqa: T201

@@ -87,12 +87,6 @@ def defaults(given: Given) -> Options:
     return options | weight_decay(0.01, given) | {"learner.optimizer.betas": [0.9, 0.999]}
 
 
-def _warmup(value: Any, given: Given) -> Options:
-    if number(value) == 0:
-        return {}
-    raise UnreadableError("a share of all steps; set learner.optimizer.warmup_steps")
-
-
 def _trackers(value: Any, given: Given) -> Options:
     wanted = {
         "wandb": given.get("stats_logger.wandb.mode", "disabled") not in (None, "disabled"),
@@ -221,7 +215,7 @@ RULES: Mapping[str, Rule] = {
     "actor.optimizer.lr_scheduler_type": to("learner.optimizer.schedule"),
     "actor.optimizer.min_lr_ratio": to("learner.optimizer.final_share"),
     "actor.optimizer.gradient_clipping": to("learner.optimizer.max_grad_norm"),
-    "actor.optimizer.warmup_steps_proportion": made(_warmup),
+    "actor.optimizer.warmup_steps_proportion": to("learner.optimizer.warmup_share", number),
     "actor.eps_clip": made(
         lambda value, given: {
             "algorithm.loss.eps_low": value,

@@ -1,7 +1,8 @@
 """Read the settings of another system's file: YAML, a shell script, or a Python script. Nothing in the file is run.
 
 shell:   variables with their defaults are filled in; `key.path=value` and `--key value` are settings
-Python:  the keywords of RLOOConfig(...), GRPOConfig(...), their trainers, LoraConfig(...) and load_dataset(...)
+Python:  the keywords of RLOOConfig(...), GRPOConfig(...), their trainers, LoraConfig(...) and load_dataset(...), and
+         later assignments to an attribute of a config
 YAML:    nested keys are joined with dots; `${a.b}` stands for the value of another key
 """
 
@@ -19,7 +20,7 @@ import yaml
 from areal_rloo.errors import DataError, first_line
 from areal_rloo.files import read_regular
 from areal_rloo.migrate.rules import Expression
-from areal_rloo.migrate.shell import Script, read_shell, typed
+from areal_rloo.migrate.shell import Script, merged, read_shell, typed
 
 System = Literal["areal", "verl", "trl", "ms-swift"]
 Settings = dict[str, Any]
@@ -40,7 +41,8 @@ class Found(msgspec.Struct, frozen=True):
         system: whose file this is.
         settings: by name.
         variables: of a shell script.
-        doubtful: settings whose value depends on a branch of a shell script.
+        doubtful: settings whose value depends on a branch of a script.
+        others: commands of a shell script whose settings are left out, because another command trains.
         text: of the file.
     """
 
@@ -48,6 +50,7 @@ class Found(msgspec.Struct, frozen=True):
     settings: Settings
     variables: dict[str, str] = {}
     doubtful: frozenset[str] = frozenset()
+    others: tuple[str, ...] = ()
     text: str = ""
 
 
@@ -62,15 +65,14 @@ def read(path: Path, system: System | None = None) -> Found:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {first_line(error)}; expected a config or a script") from error
     try:
-        script = Script()
         if path.suffix == ".py":
-            settings = _of_python(ast.parse(text))
+            script = _of_python(ast.parse(text))
         elif path.suffix in (".yaml", ".yml"):
             _check_events(text)
-            settings = _of_yaml(yaml.safe_load(text))
+            script = Script(_of_yaml(yaml.safe_load(text)))
         else:
             script = read_shell(text)
-            settings = script.settings
+        settings = script.settings
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError, yaml.YAMLError) as error:
         raise DataError(f"{path}: cannot be read: {first_line(error)}") from error
     found = system or _system_of(text, settings)
@@ -81,7 +83,7 @@ def read(path: Path, system: System | None = None) -> Found:
         )
     if found == "verl":  # options with dashes are of programs that start it
         settings = {name: value for name, value in settings.items() if "." in name}
-    return Found(found, settings, script.variables, frozenset(script.doubtful), text)
+    return Found(found, settings, script.variables, frozenset(script.doubtful), tuple(script.others), text)
 
 
 def _system_of(text: str, settings: Settings) -> System | None:
@@ -135,25 +137,75 @@ def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, tree
 
 
-def _of_python(tree: ast.Module) -> Settings:
-    settings: Settings = {}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        prefix = {"LoraConfig": "peft_config.", **dict.fromkeys((*_CONFIGS, *_TRAINERS), "")}.get(called)
+def _of_python(tree: ast.Module) -> Script:
+    reader = _PythonReader()
+    reader.visit(tree)
+    script = Script()
+    for calls in reader.calls.values():
+        settings, doubtful = merged(calls)
+        script.settings |= settings
+        script.doubtful |= doubtful
+    script.settings |= reader.later
+    script.doubtful |= reader.doubtful
+    return script
+
+
+class _PythonReader(ast.NodeVisitor):
+    """Collects the settings of a script: of each call by the name of the class, and of the assignments after it."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, list[Settings]] = {}
+        self.later: Settings = {}
+        self.doubtful: set[str] = set()
+        self._configs: set[str] = set()  # names of variables
+        self._num_branches = 0
+
+    def visit_Call(self, node: ast.Call) -> None:
+        called = _name_of(node.func)
         if called == "load_dataset" and node.args:
-            settings.setdefault("dataset_name", _dataset(node))
-        if called in _TRAINERS:
-            settings["trainer"] = called
-        if called == "LoraConfig":
-            settings["use_peft"] = True
-        for keyword in node.keywords if prefix is not None else ():
-            if keyword.arg is None:
-                settings[f"**{ast.unparse(keyword.value)}"] = "more settings"
-            elif keyword.arg not in ("args", "peft_config"):
-                is_set = keyword.arg == "train_dataset"  # the name of the set is in another call
-                settings[f"{prefix}{keyword.arg}"] = (ast.unparse if is_set else _literal)(keyword.value)
+            self._take("load_dataset", {"dataset_name": _dataset(node)}, is_first="load_dataset" not in self.calls)
+        if called in (*_CONFIGS, *_TRAINERS, "LoraConfig"):
+            self._take("trainer" if called in _TRAINERS else called, _keywords(node, called))
+        self.generic_visit(node)
+
+    def _take(self, kind: str, settings: Settings, *, is_first: bool = True) -> None:
+        if is_first:
+            self.calls.setdefault(kind, []).append(settings)
+            self.doubtful.update(settings if self._num_branches else ())
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.generic_visit(node)
+        for target in node.targets:
+            if isinstance(target, ast.Name) and isinstance(node.value, ast.Call):
+                self._configs |= {target.id} if _name_of(node.value.func) in _CONFIGS else set()
+            elif isinstance(target, ast.Attribute) and _name_of(target.value) in self._configs:
+                self.later[target.attr] = _literal(node.value)
+                self.doubtful |= {target.attr} if self._num_branches else set()
+
+    def _visit_branch(self, node: ast.AST) -> None:
+        is_main = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+        self._num_branches += not is_main
+        self.generic_visit(node)
+        self._num_branches -= not is_main
+
+    visit_If = visit_For = visit_While = visit_Match = visit_IfExp = _visit_branch  # noqa: N815
+
+
+def _name_of(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _keywords(call: ast.Call, called: str) -> Settings:
+    """Return the keywords of a config, a trainer or a LoraConfig, as settings."""
+    settings: Settings = {"use_peft": True} if called == "LoraConfig" else {}
+    settings |= {"trainer": called} if called in _TRAINERS else {}
+    for keyword in call.keywords:
+        if keyword.arg is None:
+            settings[f"**{ast.unparse(keyword.value)}"] = "more settings"
+        elif keyword.arg not in ("args", "peft_config"):
+            is_set = keyword.arg == "train_dataset"  # the name of the set is in another call
+            name = f"peft_config.{keyword.arg}" if called == "LoraConfig" else keyword.arg
+            settings[name] = (ast.unparse if is_set else _literal)(keyword.value)
     return settings
 
 

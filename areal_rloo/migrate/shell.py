@@ -1,6 +1,6 @@
 """Read the settings of a shell script without running it.
 
-    text ─► words, line by line ─► variables filled in ─► `key.path=value` and `--key value ...`
+    text ─► words, command by command ─► variables filled in ─► `key.path=value` and `--key value ...` of the training
 
 A script may choose a value by `if`, `case` or `&&`. Such a setting is doubtful: the user must say which value counts.
 """
@@ -11,7 +11,7 @@ import ast
 import operator
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,15 +19,22 @@ from typing import Any
 
 import yaml
 
-_VARIABLE = re.compile(r"\$\{(\w+)(?:(:?)-([^{}]*))?\}|\$(\w+)")
+_BARE = "\ue000"  # stands for a `$` outside of quotes, whose value the shell splits into words
+_VARIABLE = re.compile(rf"[${_BARE}]\{{(\w+)(?:(:?)-([^{{}}]*))?\}}|[${_BARE}](\w+)")
+_ELEMENTS = re.compile(rf"[${_BARE}]\{{(\w+)\[[@*]\]\}}")
 _ARITHMETIC = re.compile(r"\$\(\(([^()$]*(?:\([^()$]*\)[^()$]*)*)\)\)")
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_HYDRA = re.compile(r"[+~]{0,2}(\w+(?:\.\w+)+)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=\((.*)", re.DOTALL)
+_HYDRA = re.compile(r"([+~]{0,2})(\w+(?:\.\w+)+)(?:=(.*))?", re.DOTALL)
 _OPTION = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 _ENDS = re.compile(r"\|(?!\|)|&(?!&)|\d*[<>]")
 _OPENS, _CLOSES = ("if", "case", "for", "while", "until"), ("fi", "esac", "done")
 _TESTS = ("[", "[[", "test")
 _SILENT = ("echo", "printf", "set")  # commands whose words are no settings
+_PROGRAMS = ("trl", "swift", "accelerate", "torchrun", "deepspeed", "python", "python3")  # no values of an option
+_TRAINS = re.compile(r"\b(grpo|rloo|rlhf|main_ppo)\b", re.IGNORECASE)
+_OF_RL = {"num_generations", "advantage_estimator", "algorithm.adv_estimator", "actor_rollout_ref.rollout.n"}
+_FLOAT = re.compile(r"[-+]?(\d+(\.\d*)?[eE][-+]?\d+|\.\d+([eE][-+]?\d+)?)")  # YAML 1.1 reads texts
 _MOST_DEPTH = 10  # of variables in variables
 _MOST_CHARACTERS = 10_000  # of a word with all variables filled in
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
@@ -42,27 +49,89 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 @dataclass(slots=True)
 class Script:
-    """The settings of a script, the values of variables, and the names that depend on a branch."""
+    """The settings of a script, the values of variables, and the names whose value depends on a branch.
+
+    Attributes:
+        others: the commands whose settings are left out, because another command trains.
+    """
 
     settings: dict[str, Any] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=lambda: {"HOME": str(Path.home())})
     doubtful: set[str] = field(default_factory=set)
+    others: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Command:
+    """The settings of a command, and its other words."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    doubtful: set[str] = field(default_factory=set)
+    words: list[str] = field(default_factory=list)
+
+    @property
+    def trains(self) -> bool:
+        return any(map(_TRAINS.search, self.words)) or not _OF_RL.isdisjoint(self.settings)
+
+
+@dataclass(slots=True)
+class _Scope:
+    """The variables of a script at a line."""
+
+    variables: dict[str, str]
+    arrays: dict[str, list[tuple[str, bool]]] = field(default_factory=dict)  # elements, and if each is doubtful
+    chosen: set[str] = field(default_factory=set)  # variables whose value depends on a branch
+
+    def assign(self, name: str, value: str, *, adds: bool, doubtful: bool) -> None:
+        value = self.variables.get(name, "") + value if adds else value
+        if doubtful and self.variables.get(name) != value:
+            self.chosen.add(name)
+        if len(value) <= _MOST_CHARACTERS:
+            self.variables[name] = value
+
+    def fill(self, line: Iterable[str], *, in_branch: bool) -> Iterator[tuple[str, bool]]:
+        """Give the words of a line with all variables filled in, and if each is doubtful."""
+        for word in line:
+            if (elements := _ELEMENTS.fullmatch(word)) is not None and elements[1] in self.arrays:
+                yield from ((element, doubtful or in_branch) for element, doubtful in self.arrays[elements[1]])
+                continue
+            filled = _filled(word, self.variables)
+            used = {found[1] or found[4] for found in _VARIABLE.finditer(word)}
+            splits = word.startswith(_BARE) and _VARIABLE.fullmatch(word) is not None
+            for part in filled.split() if splits else [filled]:
+                yield part, in_branch or bool(used & self.chosen)
 
 
 def read_shell(text: str) -> Script:
     """Read a script.
 
     Raises:
-        ValueError: a quotation does not end.
+        ValueError: a quotation or an array does not end.
     """
-    script, depth, chosen = Script(), 0, set[str]()  # variables that depend on a branch
+    script, depth, commands = Script(), 0, list[_Command]()
+    scope = _Scope(script.variables)
     for line in _lines(text):
         depth = max(0, depth + (line[0] in _OPENS) - (line[0] in _CLOSES))
-        chooses = line[0] in _TESTS or "||" in line
+        in_branch = depth > 0 or line[0] in _TESTS or "||" in line
+        if (array := _ARRAY.fullmatch(line[0])) is not None:
+            before = scope.arrays.get(array[1], []) if array[2] else []
+            scope.arrays[array[1]] = [*before, *scope.fill(_elements(array[3], line[1:]), in_branch=in_branch)]
+            continue
         for part in _parts(line):
             if part and part[0] not in _SILENT:
-                _read_line(part, script, chosen, in_branch=depth > 0 or chooses)
+                commands.append(_read_line(part, scope, in_branch=in_branch))
+    commands = [command for command in commands if command.settings]
+    training = [command for command in commands if command.trains] or commands
+    script.settings, script.doubtful = merged([command.settings for command in training])
+    script.doubtful |= {name for command in training for name in command.doubtful}
+    script.others = [" ".join(command.words) for command in commands if command not in training]
     return script
+
+
+def merged(parts: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], set[str]]:
+    """Merge the settings of several places, the last first; doubtful are those with different values."""
+    together = {name: value for part in parts for name, value in part.items()}
+    return together, {name for name, value in together.items() if any(part.get(name) != value for part in parts)}
 
 
 def _parts(line: list[str]) -> Iterator[list[str]]:
@@ -77,37 +146,41 @@ def _parts(line: list[str]) -> Iterator[list[str]]:
     yield part
 
 
-def _read_line(line: list[str], script: Script, chosen: set[str], *, in_branch: bool) -> None:
-    name = ""  # of the option whose values follow
-    for word in line:
+def _elements(first: str, rest: Sequence[str]) -> Iterator[str]:
+    """Give the words between the parentheses of an array."""
+    *words, last = [first, *rest]
+    yield from (word for word in (*words, last.removesuffix(")")) if word)
+
+
+def _read_line(line: list[str], scope: _Scope, *, in_branch: bool) -> _Command:
+    command, name = _Command(), ""  # of the option whose values follow
+    settings = command.settings
+    for word, doubtful in scope.fill(line, in_branch=in_branch):
         if _ENDS.match(word):  # a pipe, a redirection, the background
-            return
-        filled = _filled(word, script.variables)
-        used = {found[1] or found[4] for found in _VARIABLE.finditer(word)}
-        doubtful = in_branch or bool(used & chosen)
-        if (option := _OPTION.fullmatch(filled)) is not None:
-            name = option[1].replace("-", "_")
-            script.settings[name] = True if option[2] is None else typed(option[2])
-            setting = name
-            name = name if option[2] is None else ""
-        elif (hydra := _HYDRA.fullmatch(filled.lstrip("("))) is not None:
-            setting, name = hydra[1], ""
-            script.settings[setting] = typed(hydra[2])
-        elif not name and (assigned := _ASSIGNMENT.fullmatch(filled)) is not None:
-            variable = assigned[1]
-            if doubtful and script.variables.get(variable) != assigned[2]:
-                chosen.add(variable)
-            if len(assigned[2]) <= _MOST_CHARACTERS:
-                script.variables[variable] = assigned[2]
+            break
+        if (option := _OPTION.fullmatch(word)) is not None:
+            setting = option[1].replace("-", "_")
+            settings[setting] = True if option[2] is None else typed(option[2])
+            name = setting if option[2] is None else ""
+        elif (hydra := _HYDRA.fullmatch(word)) is not None and (hydra[3] is not None or "~" in hydra[1]):
+            setting, name = hydra[2], ""
+            if "~" in hydra[1]:
+                settings.pop(setting, None)
+            else:
+                settings[setting] = typed(hydra[3])
+        elif not name and (assigned := _ASSIGNMENT.fullmatch(word)) is not None:
+            scope.assign(assigned[1], assigned[3], adds=bool(assigned[2]), doubtful=doubtful)
             continue
-        elif name and not filled.startswith("-") and not filled.endswith(".py"):
+        elif name and not re.match(r"-(?![\d.])", word) and not word.endswith(".py") and word not in _PROGRAMS:
             setting = name
-            script.settings[name] = _with(script.settings[name], typed(filled))
+            settings[name] = _with(settings[name], typed(word))
         else:
+            command.words.append(word)
             name = ""
             continue
         if doubtful:
-            script.doubtful.add(setting)
+            command.doubtful.add(setting)
+    return command
 
 
 def _with(before: Any, value: Any) -> Any:
@@ -119,27 +192,38 @@ def _with(before: Any, value: Any) -> Any:
 
 
 def _lines(text: str) -> Iterator[list[str]]:
-    """Give the words of each command; a backslash at the end of a line continues the command."""
+    """Give the words of each command, or of an array; a backslash at the end of a line continues the command.
+
+    Raises:
+        ValueError: a quotation or an array does not end.
+    """
     text = _ARITHMETIC.sub(lambda found: re.sub(r"[ \t]", "", found[0]), text.replace("\\\n", " "))
-    lexer = shlex.shlex(_without_comments(text), posix=True, punctuation_chars="\n;")
+    lexer = shlex.shlex(_prepared(text), posix=True, punctuation_chars="\n;")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     line: list[str] = []
+    num_open = 0  # parentheses of an array
     for word in lexer:
-        if set(word) <= set("\n;"):
+        if num_open > 0 or (not line and _ARRAY.fullmatch(word)):
+            num_open += word.count("(") - word.count(")")
+            if not set(word) <= set("\n;"):
+                line.append(word)
+        elif set(word) <= set("\n;"):
             if line:
                 yield line
             line = []
         elif word not in ("export", "then", "else", "do", "(", ")"):
             line.append(word)
+    if num_open > 0:
+        raise ValueError(f"the array {line[0].partition('=')[0]} does not end")
     if line:
         yield line
 
 
-def _without_comments(text: str) -> str:
-    """Remove comments: `#` at the beginning of a word and outside quotes."""
+def _prepared(text: str) -> str:
+    """Remove comments, which begin with `#` at the beginning of a word; mark variables. Both are outside of quotes."""
     kept, quote, before = [], "", "\n"
     in_comment = False
-    for character in text:
+    for character, following in zip(text, f"{text}\n"[1:], strict=True):
         if in_comment and character != "\n":
             continue
         in_comment = not quote and character == "#" and before in " \t\n"
@@ -147,7 +231,8 @@ def _without_comments(text: str) -> str:
             continue
         if character in "'\"" and before != "\\" and quote in ("", character):
             quote = "" if quote else character
-        kept.append(character)
+        is_bare = character == "$" and not quote and re.match(r"[\w{]", following)
+        kept.append(_BARE if is_bare else character)
         before = character
     return "".join(kept)
 
@@ -167,7 +252,7 @@ def _filled(word: str, variables: dict[str, str]) -> str:
         if filled == word or len(filled) > _MOST_CHARACTERS:
             break
         word = filled
-    return word
+    return word.replace(_BARE, "$")
 
 
 def _computed(variables: dict[str, str], found: re.Match[str]) -> str:
@@ -196,7 +281,7 @@ def typed(value: Any) -> Any:
     if len(value) > _MOST_CHARACTERS:
         return value
     try:
-        read = float(value) if re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value) else yaml.safe_load(value)
+        read = float(value) if _FLOAT.fullmatch(value) else yaml.safe_load(value)
     except (yaml.YAMLError, RecursionError, ValueError, OverflowError):
         return value
     return value if isinstance(read, int) and abs(read) >= 2**62 else read

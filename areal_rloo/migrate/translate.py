@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -97,8 +98,8 @@ def _applied(name: str, given: Mapping[str, Any], rule: Rule | None, options: Op
         return Line(name, value, "none", why="not set")
     try:
         if doubtful:
-            raise UnreadableError("the script chooses the value by a condition; this is the last one")
-        if "$(" in str(value) or "${" in str(value):
+            raise UnreadableError("the script chooses the value by a condition, or has several; this is the last one")
+        if re.search(r"\$[\w({]", str(value)):
             raise UnreadableError("a value that only the shell knows")
         if isinstance(value, Expression):
             raise UnreadableError("an expression of Python, whose value is unknown because the file is not run")

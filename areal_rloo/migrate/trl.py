@@ -33,7 +33,7 @@ from areal_rloo.migrate.rules import (
     weight_decay,
     whole,
 )
-from areal_rloo.migrate.trl_steps import PROCESSES, batch, epochs, in_batches, max_steps, warmup
+from areal_rloo.migrate.trl_steps import HOSTS, PROCESSES, batch, epochs, gpus, in_batches, max_steps, warmup
 
 _WITH_BATCH = absent("with per_device_train_batch_size")
 _SERVER = by_hand("the worker starts the server; other options go into rollout.vllm.arguments")
@@ -200,7 +200,10 @@ def _clip(value: Any, given: Given) -> Options:
 
 
 def _dtype(value: Any, given: Given) -> Options:
-    return {"model.dtype": "bfloat16"} if "bf" in str(value) or value is True else {}
+    """Choose one dtype for weights and arithmetic; `bf16` decides on the arithmetic, in autocast."""
+    names = str(given.get("dtype", given.get("torch_dtype", given.get("model_init_kwargs"))))
+    float32 = given.get("bf16", True) is False and "bf" not in names
+    return {"model.dtype": "float32" if float32 else "bfloat16"}
 
 
 def _engine(value: Any, given: Given) -> Options:
@@ -211,10 +214,6 @@ def _engine(value: Any, given: Given) -> Options:
         weight = {"rule": "mask", "level": "sequence", "aggregate": "sum", "upper": 3.0}  # TRL's default: sequence_mask
         options |= {f"algorithm.loss.behaviour_weight.{name}": value for name, value in weight.items()}
     return options
-
-
-def _processes(value: Any, given: Given) -> Options:
-    return {"launcher.gpus_per_host": whole(value), "learner.num_ranks": "auto", "rollout.num_workers": "auto"}
 
 
 def _trackers(value: Any) -> list[str]:
@@ -269,8 +268,9 @@ RULES: Mapping[str, Rule] = {
             "algorithm.kl.correction": "weight" if value else "none",
         }
     ),
-    PROCESSES: made(_processes, "GPUs are split between learning and generating"),
-    **each("num_processes nproc_per_node", absent(f"as {PROCESSES}")),
+    PROCESSES: made(gpus, "GPUs are split between learning and generating"),
+    HOSTS: to("launcher.num_hosts", whole),
+    **each("nproc_per_node nnodes", absent(f"with {PROCESSES}")),
     "config_file": absent("how the processes start"),
     **each("model model_name_or_path", Rule(lambda value, given: {"model.path": value}, decides=True)),
     "torch_dtype": made(_dtype),

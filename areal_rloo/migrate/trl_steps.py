@@ -8,24 +8,45 @@ from areal_rloo.errors import DataError, shown
 from areal_rloo.migrate.reading import Found
 from areal_rloo.migrate.rules import Given, Options, UnreadableError, number, whole
 
-PROCESSES = "NPROC_PER_NODE"  # the number of processes, as the command line or the script says
+PROCESSES, HOSTS = "num_processes", "num_machines"  # as accelerate calls them; the processes are those of all hosts
+_OF_A_HOST = ("NPROC_PER_NODE", "nproc_per_node")
+_HOSTS = (HOSTS, "NNODES", "nnodes")
 
 
 def processes(found: Found) -> Options:
-    """Return the number of processes that a script or its launcher names.
+    """Return the numbers of processes and of hosts that a script or its launcher names.
 
     Raises:
-        DataError: the number is none, as in `--nproc_per_node gpu`.
+        DataError: a number is none, as in `--nproc_per_node gpu`, or the hosts have no equal shares.
     """
-    names = ("num_processes", "nproc_per_node")
-    name, given = next(((name, found.settings[name]) for name in names if name in found.settings), (PROCESSES, None))
-    count = found.variables.get(PROCESSES, given)
-    if count is None:
+    given = found.variables | found.settings
+
+    def count(*names: str) -> int | None:
+        name = next((name for name in names if name in given), None)
+        if name is None:
+            return None
+        number = given[name]
+        if isinstance(number, bool) or not str(number).isdecimal() or int(number) < 1:
+            raise DataError(
+                f"{name}: expected a number, got {shown(str(number))}; set the number of all processes with "
+                "--processes N"
+            )
+        return int(number)
+
+    if (num := count(PROCESSES)) is None and (of_a_host := count(*_OF_A_HOST)) is not None:
+        num = of_a_host * (count(*_HOSTS) or 1)
+    if num is None:
         return {}
-    if isinstance(count, bool) or not str(count).isdecimal() or int(count) < 1:
-        name = PROCESSES if PROCESSES in found.variables else name
-        raise DataError(f"{name}: expected a number of processes, got {shown(str(count))}; set it with --processes N")
-    return {PROCESSES: int(count)}
+    hosts = count(*_HOSTS) or 1
+    if num % hosts:
+        raise DataError(f"{PROCESSES}: expected equal shares on {hosts} hosts, got {num}; set it with --processes N")
+    return {PROCESSES: num, **({HOSTS: hosts} if hosts > 1 else {})}
+
+
+def gpus(value: Any, given: Given) -> Options:
+    """Give each process a GPU."""
+    of_a_host = whole(value) // whole(given.get(HOSTS, 1))
+    return {"launcher.gpus_per_host": of_a_host, "learner.num_ranks": "auto", "rollout.num_workers": "auto"}
 
 
 def batch(value: Any, given: Given) -> Options:
@@ -76,6 +97,8 @@ def epochs(value: Any, given: Given) -> Options:
 
 
 def warmup(value: Any, given: Given) -> Options:
+    """Steps, or below 1 a share of all; steps come before a share."""
     if 0 < number(value) < 1:
-        raise UnreadableError("a share of all steps; set learner.optimizer.warmup_steps")
+        has_steps = number(given.get("warmup_steps", 0)) >= 1
+        return {} if has_steps else {"learner.optimizer.warmup_share": value}
     return {"learner.optimizer.warmup_steps": int(value)} if value else {}

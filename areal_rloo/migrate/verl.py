@@ -138,10 +138,10 @@ def _warmup(value: Any, given: Given) -> Options:
     return {"learner.optimizer.warmup_steps": steps * _num_minibatches(given) * passes}
 
 
-def _share(value: Any, given: Given) -> Options:
-    if number(value) <= 0:
-        return {}
-    raise UnreadableError("a share of all steps; set learner.optimizer.warmup_steps")
+def _warmup_share(value: Any, given: Given) -> Options:
+    """Steps come before a share, as in verl."""
+    has_steps = number(given.get(f"{_TRAIN}.optim.lr_warmup_steps", -1)) > 0
+    return {} if number(value) <= 0 or has_steps else {"learner.optimizer.warmup_share": value}
 
 
 def _schedule(value: Any) -> str:
@@ -276,7 +276,7 @@ RULES: Mapping[str, Rule] = {
     f"{_TRAIN}.optim.weight_decay": absent("with lr"),
     f"{_TRAIN}.optim.betas": absent("with lr"),
     f"{_TRAIN}.optim.lr_warmup_steps": made(_warmup, "minibatches"),
-    f"{_TRAIN}.optim.lr_warmup_steps_ratio": made(_share),
+    f"{_TRAIN}.optim.lr_warmup_steps_ratio": made(_warmup_share),
     f"{_TRAIN}.optim.total_training_steps": absent("learner.num_train_steps"),
     f"{_TRAIN}.optim.lr_scheduler_type": to("learner.optimizer.schedule", _schedule),
     f"{_TRAIN}.optim.warmup_style": to("learner.optimizer.schedule", _schedule),

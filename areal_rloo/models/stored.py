@@ -124,7 +124,7 @@ def read_parameters(parameters: Mapping[str, StoredTensor]) -> Iterator[tuple[st
         if stamp != stamp_of(file):
             raise ModelError(
                 f"model.path: {file} has changed since this process read it first; expected the same files during a "
-                "run; put the first model back, and start again with --resume"
+                "run; put the first model back; then areal-rloo resume RUN_FOLDER"
             )
         with safe_open(file, framework="pt") as opened:
             for name, tensor in parameters.items():

@@ -106,10 +106,15 @@ def _comparable(folder: Path, records: Sequence[Record]) -> list[EvalRecord]:
 
 
 def _bottleneck(folder: Path, records: Sequence[Record]) -> str | None:
+    """Say the bottleneck of a run that learns."""
     try:
-        return bottleneck_of_run(records, load_config(str(folder / "config.yaml")))
+        config = load_config(str(folder / "config.yaml"))
     except ConfigError:
         return None  # of another version; the page shows the text
+    health = Health(config, breaks_of(folder))
+    for record in records:
+        health.look(record)
+    return bottleneck_of_run(records, config) if health.learns else None
 
 
 def _health(folder: Path, records: Sequence[Record]) -> tuple[str, list[Lasted]]:

@@ -106,7 +106,11 @@ class AsyncRewardPool:
 
     def statistics(self) -> WorkStatistics:
         return WorkStatistics(
-            runner="async", num_at_once=self._num_at_once, busy_s=self._busy_s, restarts=self._restarts
+            runner="async",
+            num_at_once=self._num_at_once,
+            num_queued=sum(not pending.reply.done() for pending in (*self._suspects, *self._waiting)),
+            busy_s=self._busy_s,
+            restarts=self._restarts,
         )
 
     async def close(self) -> None:

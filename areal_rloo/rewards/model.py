@@ -57,6 +57,7 @@ class RewardModel:
         self._model.config.pad_token_id = self._pad_id  # a decoder model reads the last token that is no padding
         self._batch_size, self._deadline_s = batch_size, deadline_s
         self._key, self._busy_s = key, 0.0
+        self._num_left = 0  # texts taken from the queue whose batch has not begun
         self._began_s: float | None = None  # of the running batch
         self._waiting: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()  # None: the end
         self._thread = threading.Thread(target=self._run, name="reward-model", daemon=True)
@@ -85,7 +86,10 @@ class RewardModel:
             made.cancel()
 
     def statistics(self) -> WorkStatistics:
-        return WorkStatistics(runner=self._key, num_at_once=1, busy_s=self._busy_s)
+        num_queued = self._waiting.qsize() + self._num_left
+        return WorkStatistics(
+            runner=self._key, num_at_once=self._batch_size, num_queued=num_queued, busy_s=self._busy_s
+        )
 
     async def close(self) -> None:
         """End the thread after the running batch. A forward pass that hangs ends with the process."""
@@ -118,21 +122,23 @@ class RewardModel:
                     break
                 taken.append(following)
             taken = [pending for pending in taken if pending[1].set_running_or_notify_cancel()]
-            started_s = self._began_s = time.monotonic()
+            self._began_s = time.monotonic()
+            self._num_left = len(taken)
             try:
                 self._score_all(taken)
             except BaseException as error:  # noqa: BLE001 - a model's code may raise anything; no wait may be forgotten
                 for _, reward in taken:
                     if not reward.done():
                         reward.set_exception(RewardError("reward_error", described(error)))
-            self._began_s = None
-            self._busy_s += time.monotonic() - started_s
+            self._began_s, self._num_left = None, 0
 
     def _score_all(self, taken: Sequence[_Pending]) -> None:
         texts = [(ids, pending[1]) for pending in taken if (ids := self._ids_or_none(*pending)) is not None]
         texts.sort(key=lambda text: len(text[0]))
         for start in range(0, len(texts), self._batch_size):
-            self._score(texts[start : start + self._batch_size])
+            batch = texts[start : start + self._batch_size]
+            self._num_left = len(texts) - start - len(batch)
+            self._score(batch)
 
     def _ids_or_none(self, request: RewardRequest, reward: Future[float]) -> list[int] | None:
         """Return the token ids of a text; None if the text cannot be scored."""
@@ -144,9 +150,13 @@ class RewardModel:
         return None
 
     def _score(self, batch: Sequence[tuple[list[int], Future[float]]]) -> None:
-        self._began_s = time.monotonic()
+        started_s = self._began_s = time.monotonic()
         try:
-            logits = self._logits([ids for ids, _ in batch])
+            try:
+                logits = self._logits([ids for ids, _ in batch])
+            finally:
+                self._began_s = None
+                self._busy_s += len(batch) * (time.monotonic() - started_s)
         except Exception as error:  # noqa: BLE001 - a model's code may raise anything; drop only this sample
             if len(batch) > 1:  # one bad text, or too many for the memory: score each alone
                 for text in batch:

@@ -78,7 +78,11 @@ class RewardPool:
 
     def statistics(self) -> WorkStatistics:
         return WorkStatistics(
-            runner="processes", num_at_once=len(self._workers), busy_s=self._busy_s, restarts=self._restarts
+            runner="processes",
+            num_at_once=len(self._workers),
+            num_queued=sum(not given.done() for given in self._waiting),
+            busy_s=self._busy_s,
+            restarts=self._restarts,
         )
 
     async def close(self) -> None:

@@ -76,7 +76,8 @@ class WorkStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """The work of a runner since the start."""
 
     runner: str
-    num_at_once: int  # rewards (of a model: batches) at a time, at most
+    num_at_once: int  # rewards at a time, at most
+    num_queued: int  # rewards that wait until they can start
     busy_s: float  # summed over rewards of the same time
     restarts: int = 0  # of its processes
 
@@ -88,8 +89,9 @@ class RewardStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     waiting: Annotated[int, Metric("Completions waiting for their reward, or being scored")]
     num_at_once: Annotated[
-        dict[str, int], Metric("Rewards (of a model: batches) of a runner at a time, at most", label="runner")
+        dict[str, int], Metric("Rewards of a runner at a time, at most (of a model: its batch_size)", label="runner")
     ]
+    num_queued: Annotated[dict[str, int], Metric("Rewards that wait until a runner can start them", label="runner")]
     scored: Annotated[int, Metric("Completions this worker scored", kind="counter")]
     dropped: Annotated[dict[str, int], Metric("Completions dropped without a reward", kind="counter", label="reason")]
     restarts: Annotated[int, Metric("Reward processes this worker had to replace", kind="counter")]
@@ -102,7 +104,7 @@ class RewardStatistics(msgspec.Struct, frozen=True, kw_only=True):
 def by_runner(each: Iterable[WorkStatistics]) -> dict[str, Any]:
     """Return the numbers of several runners by field."""
     runners = list(each)
-    numbers = ("num_at_once", "busy_s")
+    numbers = ("num_at_once", "num_queued", "busy_s")
     return {
         "restarts": sum(one.restarts for one in runners),
         **{name: {one.runner: getattr(one, name) for one in runners} for name in numbers},

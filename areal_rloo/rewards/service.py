@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import msgspec
 
@@ -40,7 +42,7 @@ class RewardServices:
 
         self._num_at_once, self._slots = num_at_once, asyncio.Semaphore(num_at_once)
         self._deadline_s, self._returns = deadline_s, returns
-        self._busy_s = 0.0
+        self._num_queued, self._busy_s = 0, 0.0
         # The limits of aiohttp are off: its timeout would include the wait for a free connection.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False
@@ -53,8 +55,7 @@ class RewardServices:
             RewardError: no answer in time, an error status, or an answer that is no reward.
         """
         body = msgspec.json.encode({**described_request(request), "fields": request.item.fields})
-        async with self._slots:
-            began_s = time.monotonic()
+        async with self._slot():
             failures: list[str] = []
             try:
                 async with asyncio.timeout(self._deadline_s) as limit:
@@ -63,8 +64,6 @@ class RewardServices:
                 assert limit.expired(), "only our deadline raises this: the session has no timeout"
                 last = f"; the last attempt: {failures[-1]}" if failures else ""
                 raise RewardError("reward_timeout", f"{url}: no reward within {self._deadline_s:g} s{last}") from None
-            finally:
-                self._busy_s += time.monotonic() - began_s
         try:
             value = json.loads(text)  # accepts NaN, which services in Python write
         except (ValueError, RecursionError):
@@ -75,11 +74,28 @@ class RewardServices:
         return read_worth(value, request, returns=self._returns)
 
     def statistics(self) -> WorkStatistics:
-        return WorkStatistics(runner="services", num_at_once=self._num_at_once, busy_s=self._busy_s)
+        return WorkStatistics(
+            runner="services", num_at_once=self._num_at_once, num_queued=self._num_queued, busy_s=self._busy_s
+        )
 
     async def close(self) -> None:
         """Close the session; discard running rewards."""
         await self._session.close()
+
+    @asynccontextmanager
+    async def _slot(self) -> AsyncIterator[None]:
+        """Wait until a request may start, and count its time."""
+        self._num_queued += 1
+        try:
+            await self._slots.acquire()
+        finally:
+            self._num_queued -= 1
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._slots.release()
+            self._busy_s += time.monotonic() - began_s
 
     async def _answer(self, url: str, body: bytes, failures: list[str]) -> str:
         """Return the body of the first answer with a success status; append each failed attempt to `failures`."""

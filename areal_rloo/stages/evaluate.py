@@ -64,6 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         raise PreflightError(f"argument '--output': {folder} cannot be written: {error.strerror}") from error
     setup_logs("evaluate", level=config.telemetry.log_level, file=folder / "logs" / "evaluate.log")
+    print(f"model: {config.model.path}")  # noqa: T201 - users read this line
     try:
         run_beside_user_code(_evaluate(config, folder, source.version))
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -166,7 +167,7 @@ def words(record: EvalRecord) -> str:
         more += [f"{record.num_samples} samples each", f"pass@{record.num_samples} {record.pass_share:.3f}"]
         if not math.isnan(record.majority_share):
             more.append(f"maj@{record.num_samples} {record.majority_share:.3f}")
-    more += [f"{record.completion_tokens_mean:.0f} tokens", f"{record.wall_s:.0f} s"]
+    more += [f"{record.completion_tokens_mean:.0f} tokens a completion", f"{record.wall_s:.0f} s"]
     if record.num_failed:
         more.append(f"{record.num_failed} samples failed")
     interval = ""

@@ -48,6 +48,8 @@ SYMPTOMS = (
 
 _COLLAPSES = ("entropy_collapse", "reward_fell", "accuracy_fell", "always_clipped")
 
+_SLOWER = "lower learner.optimizer.learning_rate, or go back to an earlier checkpoint"
+
 
 class Breaks(NamedTuple):
     """Versions at which a resume with another config began: numbers before and after cannot be compared."""
@@ -131,6 +133,11 @@ class Health:
             (one.symptom for one in self._lasting.values()), key=lambda symptom: symptom.name not in _COLLAPSES
         )
 
+    @property
+    def learns(self) -> bool:
+        """False if the newest steps train nothing, so that more of them in a second would bring nothing."""
+        return {"nothing_trained", "no_signal", "no_gradient"}.isdisjoint(name for name, _ in self._lasting)
+
     def statistics(self) -> HealthStatistics:
         present = {name for name, _ in self._lasting.copy()}  # a scrape comes on a thread of its own
         return HealthStatistics(symptom={name: int(name in present) for name in SYMPTOMS})
@@ -197,15 +204,20 @@ class Health:
 
     def _judge(self) -> Iterator[_Judgement]:
         """Judge the symptoms for which there are enough steps."""
-        num, last = self._equal_in_a_row, self._steps[-1]
+        num, first, last = self._equal_in_a_row, self._first[0], self._steps[-1]
         if len(self._steps) >= self._in_a_row:
             yield from self._of_steps_in_a_row()
         if len(self._steps) >= num:
+            fell = last.reward_mean < first.reward_mean
+            earlier = f", {first.reward_mean:.3g} in step {first.policy_version}" if fell else ""
             yield _judged(
                 "no_signal",
                 self._all_of(num, _has_equal_rewards),
-                f"all rewards of each group are equal (mean reward {last.reward_mean:.3g}), so the advantages are 0",
-                "look at trajectories with areal-rloo inspect RUN_FOLDER; the reward may never be given, or the "
+                f"all rewards of each group are equal (mean reward {last.reward_mean:.3g}{earlier}), so the advantages "
+                "are 0",
+                _SLOWER
+                if earlier
+                else "look at trajectories with areal-rloo inspect RUN_FOLDER; the reward may never be given, or the "
                 "prompts are too hard, or all solved",
             )
         if len(self._steps) >= self._recent:
@@ -215,7 +227,7 @@ class Health:
             yield from self._of_a_window()
 
     def _of_steps_in_a_row(self) -> Iterator[_Judgement]:
-        num, last = self._in_a_row, self._steps[-1]
+        num, first, last = self._in_a_row, self._first[0], self._steps[-1]
         yield _judged(
             "nothing_trained",
             self._all_of(num, lambda step: step.trained_tokens == 0),
@@ -236,11 +248,15 @@ class Health:
             f"a rollout worker is {last.weights_behind} versions behind",
             "logs/learner.log and logs/rollout-*.log say why it does not take the weights",
         )
+        rose = first.truncated_share < _TRUNCATED / 2
+        earlier = f", {_share(first.truncated_share)} in step {first.policy_version}" if rose else ""
         yield _judged(
             "truncated",
             self._all_of(num, lambda step: step.truncated_share >= _TRUNCATED),
-            f"{_share(last.truncated_share)} of the completions end at the token limit",
-            "raise rollout.sampling.max_new_tokens, or look whether the policy ever ends a completion",
+            f"{_share(last.truncated_share)} of the completions end at the token limit{earlier}",
+            _SLOWER
+            if earlier
+            else "raise rollout.sampling.max_new_tokens, or look whether the policy ever ends a completion",
         )
 
     def _of_means(self) -> Iterator[_Judgement]:
@@ -289,14 +305,14 @@ class Health:
             "entropy_collapse",
             entropy < _COLLAPSED * began and gain < _FALL * spread,
             f"the entropy fell from {began:.3g} to {entropy:.3g} nats without a gain in reward",
-            "lower learner.optimizer.learning_rate, or go back to an earlier checkpoint",
+            _SLOWER,
         )
         fall = max(_FALL * max(best.spread, reward.spread), _NOISE * max(best.error, reward.error), _LEAST_FALL)
         yield _judged(
             "reward_fell",
             reward.mean < best.mean - fall,
             f"the mean reward fell from {best.mean:.3g} (step {best.version}) to {reward.mean:.3g}",
-            "lower learner.optimizer.learning_rate, or go back to an earlier checkpoint",
+            _SLOWER,
         )
 
     def _reward(self) -> _Reward:
@@ -326,6 +342,10 @@ def _fallen(evaluations: Sequence[EvalRecord]) -> Iterator[_Judgement]:
         return
     *earlier, before, last = evaluations
     best = max(earlier, key=lambda record: record.reward)
+    version = best.policy_version
+    back = (
+        f"; or move the checkpoints after version {version} away, if there is one before, and resume with a lower rate"
+    )
     falls = [
         record.reward < best.reward - _ERRORS * math.hypot(best.reward_error, record.reward_error)
         for record in (before, last)
@@ -333,10 +353,8 @@ def _fallen(evaluations: Sequence[EvalRecord]) -> Iterator[_Judgement]:
     yield _judged(
         "accuracy_fell",
         all(falls),
-        f"the {last.result[0]} on {best.name} fell from {best.reward:.3f} (version {best.policy_version}) to "
-        f"{last.reward:.3f}",
-        f"start again with a lower learner.optimizer.learning_rate; or move the checkpoints after version "
-        f"{best.policy_version} away, if there is one before, and resume with a lower rate",
+        f"the {last.result[0]} on {best.name} fell from {best.reward:.3f} (version {version}) to {last.reward:.3f}",
+        f"start again with a lower learner.optimizer.learning_rate{back if version else ''}",
     )
 
 

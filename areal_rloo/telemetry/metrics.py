@@ -12,7 +12,7 @@ import itertools
 import math
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,13 @@ logger = get_logger(__name__)
 class LearnerMetrics:
     """Serves the numbers of the learner's newest records."""
 
-    def __init__(self, registry: CollectorRegistry, last: TrainRecord | None = None) -> None:
-        """`last`: the record before a resume. Counters begin at 0 then, as Prometheus expects of a new process."""
-        self._train = _Served(TrainRecord, base=None if last is None else read_samples(last))
+    def __init__(self, registry: CollectorRegistry, start: Mapping[str, int] | None = None) -> None:
+        """`start`: counters of the train records, by field, at the start of this process, where they are not 0.
+
+        All counters begin at 0, as Prometheus expects of a new process.
+        """
+        counts = ((prometheus_name(field, "counter"), float(count)) for field, count in (start or {}).items())
+        self._train = _Served(TrainRecord, {name: {(): count} for name, count in counts})
         self._evaluation = _Served(EvalRecord)
         registry.register(self._train)
         registry.register(self._evaluation)
@@ -56,9 +60,12 @@ class LearnerMetrics:
     def train_step(self, record: TrainRecord) -> None:
         self._train.take(record)
 
-    def follow(self, read: Callable[[], MovingNumbers]) -> None:
-        """Read the moving numbers at each scrape, too, on the scrape's thread. If `read` raises, the last ones stay."""
-        self._train.follow(read)
+    def follow(self, start: MovingNumbers, read: Callable[[], MovingNumbers]) -> None:
+        """Read the moving numbers at each scrape, too, on the scrape's thread. If `read` raises, the last ones stay.
+
+        `start`: those at the start of this process.
+        """
+        self._train.follow(start, read)
 
     def skipped_steps(self, total: int) -> None:
         """Serve this total: a train step in which all optimizer steps are skipped has no record."""
@@ -70,7 +77,7 @@ class LearnerMetrics:
 
 def watch(registry: CollectorRegistry, struct: type[Measured], read: Callable[[], Measured]) -> None:
     """Serve the metrics that a struct declares; each scrape calls `read` on a separate thread."""
-    registry.register(_Safe(struct.__name__, _Served(struct, read)))
+    registry.register(_Safe(struct.__name__, _Served(struct, read=read)))
 
 
 def relay(registry: CollectorRegistry, scrape: Callable[[], str]) -> None:
@@ -167,8 +174,9 @@ class _Served(Collector):
     """Serves the newest values of a struct's metrics; a counter never goes back."""
 
     def __init__(
-        self, struct: type[Measured], read: Callable[[], Measured | None] | None = None, *, base: Samples | None = None
+        self, struct: type[Measured], base: Samples | None = None, *, read: Callable[[], Measured | None] | None = None
     ) -> None:
+        """`base`: what counters count from."""
         self._declared = declared_metrics(struct)
         self._read = read
         self._base = base or {}
@@ -192,18 +200,19 @@ class _Served(Collector):
             counted = max(self._values[name][()], total - self._base.get(name, {}).get((), 0.0))
             self._values = {**self._values, name: {(): counted}}
 
-    def follow(self, read: Callable[[], Measured]) -> None:
-        """Take some of the values at each scrape, too, as long as they can be read."""
+    def follow(self, start: Measured, read: Callable[[], Measured]) -> None:
+        """Take some of the values at each scrape, too, as long as they can be read. Counters count from `start`."""
 
         def newest() -> Measured | None:
             with contextlib.suppress(Exception):  # a hung loop, say: other metrics of it are missing, with an error
                 return read()
             return None
 
+        self._base = {**self._base, **read_samples(start)}
         self._read = newest
 
     def _counted(self, declared: Declared, newest: Samples) -> Values:
-        """Take the values of a counter at the start from the newest values."""
+        """Take the base of a counter from the newest values."""
         if declared.metric.kind != "counter" or declared.name not in self._base:
             return newest[declared.name]
         base = self._base[declared.name]

@@ -97,7 +97,7 @@ def cut_records(path: Path, policy_version: int) -> None:
     except OSError as error:
         raise CheckpointError(
             f"{path}: the records after version {policy_version} cannot be removed: {error}; free some disk, then "
-            "--resume"
+            f"areal-rloo resume {path.parent}"
         ) from error
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from areal_rloo.config import check_run, load_config
+from areal_rloo.config import check_launched, load_config
 from areal_rloo.learner.stretches import breaks_of
 from areal_rloo.program import Parser, run_main
 from areal_rloo.telemetry.health import Health
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _follow(folder: Path, *, once: bool) -> None:
-    check_run(folder)
+    check_launched(folder)
     config = load_config(str(folder / "config.yaml"))
     health, tail, fleet = Health(config, breaks_of(folder)), RecordTail(folder / "metrics.jsonl"), Fleet()
     records = list[Record]()

@@ -30,7 +30,7 @@ def test_a_drain_after_a_crash_of_the_learner_names_the_checkpoint(start: Callab
     run.process.send_signal(signal.SIGCONT)
     code, output = run.wait()
     assert code == 137, output
-    assert f"go on from the newest checkpoint with --resume (step-{run.saved_steps():06d})" in output
+    assert f"go on from the newest checkpoint (step-{run.saved_steps():06d}) with areal-rloo resume " in output
     summary = run.summary()
     assert (summary["exit_reason"], summary["num_train_steps"]) == ("killed", len(run.records()))
     assert balanced(summary["ledger"])
@@ -137,7 +137,10 @@ def test_a_run_without_workers_names_the_cause_and_the_way_on(start: Callable[..
     logs = run.folder / "logs"
     cause = f"({logs / 'rollout-0'}.out and .log say more). MemoryError: the engine has no memory\n"
     assert f"rollout-0 ended with code 1; no restart is left (launcher.max_restarts) {cause}" in output
-    assert f"logs: {logs}; go on from the newest checkpoint with --resume (step-{run.saved_steps():06d})" in output
+    assert (
+        f"logs: {logs}; go on from the newest checkpoint (step-{run.saved_steps():06d}) with areal-rloo resume"
+        in output
+    )
     assert "the learner ended" not in output
 
 

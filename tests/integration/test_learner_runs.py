@@ -118,5 +118,5 @@ def test_a_dead_rank_ends_the_run_and_is_named_with_the_remedy(start: Callable[.
     code, output = run.wait()
     assert code != 0
     assert "learner-1 ended with code 137" in output
-    assert "--resume" in output
+    assert "areal-rloo resume " in output
     assert not psutil.pid_exists(follower.pid)

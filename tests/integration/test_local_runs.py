@@ -206,7 +206,7 @@ def test_resume_after_a_killed_learner_restores_kl_and_reference(
     learner.kill()
     code, output = run.wait()
     assert code == 137, output
-    assert "--resume" in output
+    assert "areal-rloo resume " in output
     saved = run.saved_steps()
     last = saved + 4
     (run.folder / "model.json").write_bytes(b'{"path"')  # a cut note is no reason to refuse the resume

@@ -61,7 +61,7 @@ def test_the_exit_code_of_a_failing_run_reaches_the_shell(run_on: Callable[..., 
     run.children("areal_rloo.learner")[0].kill()
     code, output = run.wait()
     assert code == 137, output
-    assert "go on from the newest checkpoint with --resume" in output
+    assert "with areal-rloo resume " in output
 
 
 def test_without_a_cluster_a_local_cluster_starts_and_ctrl_c_ends_it(start: Callable[..., Run]) -> None:

@@ -76,7 +76,7 @@ def test_a_running_run_gets_more_workers_then_fewer(start: Callable[..., Run]) -
     assert ledger["dropped"].keys() <= {"stale"}, "a slow machine; the prompts come again"
     ended = _scale(run.folder, "--workers=2")
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
-    assert "no launcher runs here; start it with --resume rollout.num_workers=N" in ended.stderr
+    assert "no launcher runs here; start it: areal-rloo resume " in ended.stderr
 
 
 @pytest.mark.parametrize(

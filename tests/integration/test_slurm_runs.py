@@ -64,7 +64,7 @@ def test_the_exit_code_of_a_failing_job_reaches_the_shell(submit: Callable[..., 
     run.children("areal_rloo.learner")[0].kill()
     code, output = run.wait()
     assert code == 137, output
-    assert "go on from the newest checkpoint with --resume" in output
+    assert "with areal-rloo resume " in output
 
 
 def test_ctrl_c_drains_a_job_submitted_with_wait(submit: Callable[..., Run], cluster: SlurmCluster) -> None:

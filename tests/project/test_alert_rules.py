@@ -31,11 +31,12 @@ HEALTHY: dict[str, tuple[str, str]] = {
     P + "checkpoint_newest_version{": (_LEARNER, " ".join(f"{25 * ((n - 2) // 25)}" for n in range(_NUM + 1))),
     P + "checkpoint_every_n_steps{": (_LEARNER, f"25x{_NUM}"),
     P + "checkpoint_newest_bytes{": (_LEARNER, f"3e9x{_NUM}"),
-    P + "reward_waiting{": (_WORKER, f"10x{_NUM}"),
     P + 'reward_num_at_once{runner="processes",': (_WORKER, f"2x{_NUM}"),
     P + 'reward_num_at_once{runner="async",': (_WORKER, f"4x{_NUM}"),
-    P + 'reward_busy_seconds_total{runner="processes",': (_WORKER, f"0+15x{_NUM}"),
-    P + 'reward_busy_seconds_total{runner="async",': (_WORKER, f"0+20x{_NUM}"),
+    P + 'reward_num_at_once{runner="data.train.rewards.0.model",': (_WORKER, f"16x{_NUM}"),
+    P + 'reward_num_queued{runner="processes",': (_WORKER, "0 0 0 40 " * (_NUM // 4)),  # bursts
+    P + 'reward_num_queued{runner="async",': (_WORKER, f"3x{_NUM}"),  # always some, and few
+    P + 'reward_num_queued{runner="data.train.rewards.0.model",': (_WORKER, f"12x{_NUM}"),
     P + 'launcher_restarts_total{restarted="rollout-1",': (_LEARNER, f"0x{_NUM}"),
     P + "staleness_max{": (_LEARNER, f"1x{_NUM}"),
     P + "fleet_num_workers{": (_LEARNER, f"1x{_NUM}"),
@@ -106,7 +107,7 @@ CAUSES: dict[str, dict[str, str]] = {
         P + 'idle_share{half="learner",': f"0.9x{_NUM}",
         P + "engine_idle_seconds_total{": f"0+1x{_NUM}",
     },
-    "RewardsSaturated": {P + 'reward_busy_seconds_total{runner="processes",': f"0+29x{_NUM}"},
+    "RewardsSaturated": {P + 'reward_num_queued{runner="processes",': f"3x{_NUM}"},
     "Hang": {P + "watchdog_hangs_total{": _AT_38_MIN},
     "TurnMissed": {P + "turn_missed_total{": _AT_38_MIN},
     "SharedMemoryFull": {P + "weights_missing_memory_bytes{": f"1000x{_NUM}"},
@@ -258,13 +259,10 @@ def test_a_worker_that_dies_before_it_serves_metrics_has_a_restart_loop(tmp_path
     assert _run([_fires(_series(restarts), 40, {"RestartLoop"}, "at 40 min")], tmp_path) == ""
 
 
-@pytest.mark.parametrize("runner", ["processes", "async"])
+@pytest.mark.parametrize("runner", ["processes", "async", "data.train.rewards.0.model"])
 def test_a_saturated_runner_is_not_hidden_by_the_room_of_another(runner: str, tmp_path: Path) -> None:
-    """Two processes are busy for 30 s of 15, four async rewards for 60."""
-    busy = {P + f'reward_busy_seconds_total{{runner="{runner}",': f"0+{29 if runner == 'processes' else 59}x{_NUM}"}
-    assert _run([_fires(_series(busy), 40, {"RewardsSaturated"}, "at 40 min")], tmp_path) == ""
-    quiet = {P + "reward_waiting{": f"3x{_NUM}"}
-    assert _run([_fires(_series(busy | quiet), 40, set(), "without a line")], tmp_path) == ""
+    queued = {P + f'reward_num_queued{{runner="{runner}",': f"20x{_NUM}"}
+    assert _run([_fires(_series(queued), 40, {"RewardsSaturated"}, runner)], tmp_path) == ""
 
 
 def _of_another_folder(series: list[dict[str, str]]) -> list[dict[str, str]]:

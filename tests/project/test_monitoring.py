@@ -67,7 +67,7 @@ def test_every_alert_on_the_height_of_a_metric_has_a_healthy_range() -> None:
 
 
 def test_a_number_that_is_missing_silences_no_alert_on_an_average() -> None:
-    names = ("masked_token_share", "zero_variance_group_share", "idle_share", "reward_waiting")
+    names = ("masked_token_share", "zero_variance_group_share", "idle_share", "reward_num_queued")
     always = {f"{PREFIX}{name}" for name in names}
     keeping = {declared.name for declared in all_metrics() if declared.metric.keeps}
     for expression in (rule["expr"] for rule in rules()):

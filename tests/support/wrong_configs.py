@@ -160,6 +160,10 @@ BY_HAND = [
     ("rollout.num_threads=4096", "rollout.num_threads: expected at most"),
     ("learner.num_threads=4096", "learner.num_threads: expected at most"),
     ("learner.num_replicas=3", "learner.num_replicas: expected a divisor of learner.num_ranks=1"),
+    (
+        "learner.optimizer={warmup_steps: 10, warmup_share: 0.1}",
+        "learner.optimizer.warmup_share: expected 0 with warmup_steps=10, got 0.1; leave one of the two out",
+    ),
     ("learner={num_minibatches: 1, target_kl: 0.1}", "learner.target_kl: expected null with a single optimizer step"),
     (
         "launcher.memory_per_gpu=24",

@@ -191,8 +191,8 @@ class RayStarter:
         group, index = self._workers if kind == "rollout" else self._learner, int(number or 0)
         if group is self._learner and spec.host not in {host.name for host in _alive_nodes().values()}:
             raise HostLostError(
-                f"{spec.name}: its node {spec.host} is gone, and with it the address that all others know; start the "
-                "run again with --resume"
+                f"{spec.name}: its node {spec.host} is gone, and with it the address that all others know; go "
+                "on with areal-rloo resume RUN_FOLDER"
             )
         bundle = group.bundle_specs[index]
         self._num_started += 1

@@ -97,13 +97,13 @@ def _requeued(folder: Path) -> int:
     if note.exists() and read_regular(note) == reached:
         raise PreflightError(
             "launcher.slurm.time_limit: the job was stopped twice without a new checkpoint in between; raise it, or "
-            "lower launcher.slurm.warn_before_s; if the job was preempted, submit it again with --resume"
+            "lower launcher.slurm.warn_before_s; after a preemption, areal-rloo resume RUN_FOLDER submits it again"
         )
     write_atomically(note, reached)
     array = os.environ.get("SLURM_ARRAY_JOB_ID")  # the last job of an array has the id of the array
     job_id = os.environ["SLURM_JOB_ID"] if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     logger.info("there is more to train: requeueing the job")
-    _scontrol("requeue", job_id, advice="; submit it again with --resume")
+    _scontrol("requeue", job_id, advice="; areal-rloo resume RUN_FOLDER submits it again")
     return 0
 
 

@@ -18,13 +18,17 @@ import json
 import os
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from numbers import Integral
 from types import ModuleType
 from typing import Any, BinaryIO, TextIO, cast
 
 MOST_LINE_BYTES = 64 << 20
-_CONTAINERS = (list, tuple, set, frozenset)
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_NUMBERS: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in (complex, range, Decimal, Fraction)}
 
 
 class TimeLimitError(BaseException):
@@ -58,6 +62,12 @@ def encode(value: Any, refer: Callable[[Any], int | str]) -> Any:
         kind, parts = "bytes", [value.decode("latin-1")]
     elif isinstance(value, complex):
         kind, parts = "complex", [value.real, value.imag]
+    elif isinstance(value, range):
+        kind, parts = "range", [value.start, value.stop, value.step]
+    elif isinstance(value, Decimal):
+        kind, parts = "Decimal", [Decimal.__str__(value)]
+    elif isinstance(value, Fraction):
+        kind, parts = "Fraction", [int(value.numerator), int(value.denominator)]
     return [kind, *parts] if kind != "handle" else [kind, refer(value)]
 
 
@@ -71,10 +81,10 @@ def decode(value: Any, find: Callable[[Any], Any]) -> Any:
     if kind == "bytes":
         return rest[0].encode("latin-1")
     items = [decode(each, find) for each in rest]
-    if kind == "complex":
-        return complex(*items)
     if kind == "dict":
         return dict(zip(items[::2], items[1::2], strict=True))
+    if kind in _NUMBERS:
+        return _NUMBERS[kind](*items)
     return {container.__name__: container for container in _CONTAINERS}[kind](items)
 
 

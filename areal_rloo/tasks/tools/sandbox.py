@@ -210,12 +210,17 @@ class _Run:
         self._stop("timeout", f"not done within {self._limits.wall_s:g} s")
 
     def _excess(self) -> str:
-        """Return a description of an exceeded limit, or "". All files are in a flat folder (see landlock.py)."""
+        """Return a description of an exceeded limit, or "".
+
+        All files are in a flat folder (see landlock.py), or removed and still open.
+        """
+        process = Path(f"/proc/{self._process.pid}")
         try:
-            num_threads = sum(1 for _ in Path(f"/proc/{self._process.pid}/task").iterdir()) - 1
-            sizes = [path.lstat().st_blocks * 512 for path in self._scratch.iterdir()]
+            num_threads = sum(1 for _ in (process / "task").iterdir()) - 1
+            sizes = [one.st_blocks * 512 for one in _stats(self._scratch, follow=False)]
+            sizes += [one.st_blocks * 512 for one in _stats(process / "fd", follow=True) if one.st_nlink == 0]
         except OSError:
-            return ""  # the program ended, or removed a file, during this check
+            return ""  # the program ended during this check
         if num_threads > self._limits.max_threads:
             return f"more than {self._limits.max_threads} threads"
         if len(sizes) > _MOST_FILES or sum(sizes) > self._limits.max_file_bytes + len(sizes) * 4096:
@@ -247,6 +252,13 @@ class _Run:
         if code == -signal.SIGXCPU:
             return "timeout", f"used more than {self._limits.cpu_s:g} s of processor time"
         return ("killed", f"ended by {signal.Signals(-code).name}") if code < 0 else ("error", f"exit status {code}")
+
+
+def _stats(folder: Path, *, follow: bool) -> Iterator[os.stat_result]:
+    """Give the status of each file in a folder, without files removed meanwhile."""
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            yield path.stat(follow_symlinks=follow)
 
 
 def _command(scratch: Path, code: str, limits: SandboxLimits) -> list[str]:

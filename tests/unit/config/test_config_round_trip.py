@@ -15,6 +15,7 @@ RELATED = {
     *("group_size", "mean_level", "mean_leave1out", "over", "top_p", "top_k", "min_new_tokens", "max_new_tokens"),
     *("max_prompt_tokens", "num_minibatches", "groups_per_step", "microbatch_tokens", "keep_every_n_steps"),
     *("target_kl", "num_ranks", "num_replicas", "betas", "state_dtype", "schedule", "final_share", "decay_all"),
+    *("warmup_steps", "warmup_share"),
     *("rule", "metric", "lower", "upper", "clip", "overlong_tokens", "returns", "discount", "adaptive"),
     *(
         "kind",

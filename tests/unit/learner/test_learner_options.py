@@ -80,6 +80,15 @@ def test_schedules_warm_up_and_reach_their_final_rate() -> None:
         )
 
 
+@pytest.mark.parametrize(("share", "num_steps"), [(0.1, 100), (0.0, 0), (0.001, 200), (0.25, 4)])
+def test_a_share_of_the_steps_warms_up_as_that_many_steps(share: float, num_steps: int) -> None:
+    for name in ("constant", "linear", "cosine"):
+        by_share = OptimizerConfig(schedule=name, warmup_share=share)
+        by_steps = OptimizerConfig(schedule=name, warmup_steps=math.ceil(share * num_steps))
+        factors = [[schedule_factor(step, one, num_steps) for step in range(num_steps)] for one in (by_share, by_steps)]
+        assert factors[0] == factors[1]
+
+
 def test_a_set_schedule_equals_a_stepped_schedule() -> None:
     config = OptimizerConfig(schedule="cosine", warmup_steps=3, learning_rate=1e-3, weight_decay=0.1)
     weights = torch.nn.ParameterList([torch.zeros(1), torch.zeros(2, 2)])  # one group each

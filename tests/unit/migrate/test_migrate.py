@@ -186,8 +186,8 @@ EXAMPLES = {
 }
 
 
-def migrated(name: str, folder: Path, **variables: str) -> tuple[Translation, Config]:
-    translation = translate(found(name, folder, EXAMPLES[name], **variables))
+def migrated(name: str, folder: Path, **settings: object) -> tuple[Translation, Config]:
+    translation = translate(found(name, folder, EXAMPLES[name], **settings))
     assert translation.refusal == ""
     path = folder / "migrated.yaml"
     path.write_text(as_yaml(translation))
@@ -239,7 +239,7 @@ def test_the_small_example_of_verl_shares_one_gpu(tmp_path: Path) -> None:
 
 
 def test_a_script_of_trl_counts_the_batch_of_all_processes(tmp_path: Path) -> None:
-    _, config = migrated("trl.py", tmp_path, **{PROCESSES: "4"})
+    _, config = migrated("trl.py", tmp_path, **{PROCESSES: 4})
     assert config.learner.groups_per_step * config.algorithm.group_size == 8 * 4 * 8
     assert (config.algorithm.group_size, config.learner.num_minibatches) == (2, 4)
     assert (config.algorithm.preset, config.algorithm.kl.coefficient) == ("rloo_trl", 0.05)
@@ -258,7 +258,7 @@ def test_a_number_of_processes_that_is_none_is_a_line(
     path = tmp_path / "rloo.sh"
     path.write_text(f"{command} --model_name_or_path org/name --num_generations 8 --trainer RLOOTrainer")
     assert main(["migrate", str(path)]) == 2
-    assert "set it with --processes N" in capsys.readouterr().err
+    assert "with --processes N" in capsys.readouterr().err
     assert main(["migrate", str(path), "--processes", "8"]) == 0
 
 

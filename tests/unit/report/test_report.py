@@ -117,6 +117,17 @@ def test_the_page_names_the_bottleneck_of_the_run(tmp_path: Path, make_train_rec
     assert words in Page(write_report(tmp_path).read_text()).shown
 
 
+def test_a_run_that_learns_nothing_gets_no_advice_about_its_speed(
+    tmp_path: Path, make_train_record: MakeTrainRecord
+) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(load_config("quickstart.yaml", [])))
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for record in measured_steps(make_train_record, [16] * 6, wait_s=1.5, gradient_norm=0.0):
+        file.append(record)
+    file.close()
+    assert result_in(tmp_path) == []
+
+
 def test_the_result_of_a_run_is_the_first_and_the_last_accuracy(run_folder: Path, eval_record: EvalRecord) -> None:
     (run_folder / "checkpoints" / "step-000009").mkdir(parents=True)
     assert result_in(run_folder) == [], "a single evaluation is no result"

@@ -152,6 +152,18 @@ def test_rewards_beyond_the_limit_wait_and_keep_their_whole_deadline(scorer: str
     _run(scorer, scenario, num_at_once=2, deadline_s=2.0)
 
 
+def test_async_rewards_that_wait_until_they_can_start_are_counted(scorer: str) -> None:
+    async def scenario(pool: AsyncRewardPool) -> None:
+        outcomes = asyncio.create_task(_outcomes(pool, *["right"] * 3, for_s=0.2))
+        while not pool.statistics().num_queued:  # noqa: ASYNC110 - until all have come
+            await asyncio.sleep(0)
+        assert pool.statistics().num_queued == 2
+        assert await outcomes == [1.0] * 3
+        assert pool.statistics().num_queued == 0
+
+    _run(scorer, scenario, num_at_once=1)
+
+
 def test_each_failure_has_its_reason_and_drops_only_its_sample(scorer: str) -> None:
     completions = ["right", "hang", "raise", "nan", "own timeout", "cancel", "fork", "right", "wrong"]
     expected = [1.0, "reward_timeout", "reward_error", "reward_out_of_range", "reward_error", "reward_error", 0.0, 1.0]

@@ -234,6 +234,35 @@ def test_a_batch_that_hangs_drops_its_completions_and_those_that_wait(
     _run(folders["decoder"], scenario, deadline_s=2.0)
 
 
+def test_a_batch_that_is_not_full_leaves_room_in_the_statistics(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven texts wait for a batch that runs; then four of them are in the next batch, and the others wait."""
+    begin, goes_on = threading.Barrier(2), threading.Semaphore(0)
+    logits = RewardModel._logits
+
+    def slow(model: RewardModel, texts: Any) -> list[float]:
+        begin.wait()
+        goes_on.acquire()
+        return logits(model, texts)
+
+    async def scenario(model: RewardModel) -> None:
+        monkeypatch.setattr(RewardModel, "_logits", slow)
+        scores = [asyncio.create_task(model.score(_request("first")))]
+        await asyncio.to_thread(begin.wait)  # alone in its batch
+        scores += [asyncio.create_task(model.score(_request(text))) for text in COMPLETIONS]
+        await asyncio.sleep(0)
+        assert (model.statistics().num_at_once, model.statistics().num_queued) == (4, 7)
+        for num_queued in (3, 0):
+            goes_on.release()
+            await asyncio.to_thread(begin.wait)
+            assert model.statistics().num_queued == num_queued
+        goes_on.release()
+        await asyncio.gather(*scores)
+
+    _run(folders["decoder"], scenario, batch_size=4)
+
+
 @pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), MemoryError()])
 def test_no_exception_of_a_model_ends_its_thread(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, error: BaseException

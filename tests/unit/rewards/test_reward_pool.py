@@ -156,6 +156,21 @@ def test_waiting_under_load_does_not_count_towards_the_deadline(scorer: str) -> 
     pool.close()
 
 
+def test_rewards_that_wait_until_they_can_start_are_counted(scorer: str) -> None:
+    async def scenario() -> None:
+        pool = RewardPool(f"{scorer}:make", b"", num_workers=1, deadline_s=60.0)
+        await pool.ready()
+        scores = [asyncio.create_task(pool.score(_request(f"sleep {i}", "right"), "part")) for i in range(3)]
+        while not pool.statistics().num_queued:  # noqa: ASYNC110 - until all have come
+            await asyncio.sleep(0)
+        assert pool.statistics().num_queued == 2
+        await asyncio.gather(*scores)
+        assert pool.statistics().num_queued == 0
+        await pool.close()
+
+    asyncio.run(scenario())
+
+
 def test_garbage_from_a_reward_drops_only_its_sample(pool: PoolOnALoop) -> None:
     completions = ["negative length", "right", "no msgpack", "right", "forged reply", "right"]
     assert asyncio.run(_outcomes(pool, *completions)) == ["reward_crash", 1.0, "reward_crash", 1.0, 0.0, 1.0]

@@ -152,6 +152,19 @@ def test_a_service_restart_is_waited_for() -> None:
     assert asyncio.run(scenario()) == 1
 
 
+def test_requests_that_wait_until_they_can_start_are_counted() -> None:
+    async def scenario(services: RewardServices, url: str) -> None:
+        scores = [asyncio.create_task(services.score(REQUEST, url)) for _ in range(3)]
+        while not services.statistics().num_queued:  # noqa: ASYNC110 - until all have come
+            await asyncio.sleep(0)
+        assert services.statistics().num_queued == 2
+        scores[2].cancel()
+        await asyncio.gather(*scores, return_exceptions=True)
+        assert services.statistics().num_queued == 0
+
+    _run(_answering('{"reward": 1}'), scenario, num_at_once=1)
+
+
 def test_a_long_outage_ends_at_the_deadline_with_the_last_failure() -> None:
     with pytest.raises(RewardError, match="no reward within 1 s; the last attempt: status 503: loading") as caught:
         _run(_answering("loading", 503), _once, deadline_s=1.0)

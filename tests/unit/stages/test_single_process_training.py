@@ -85,6 +85,9 @@ def test_a_resume_after_ctrl_c_is_the_same_to_the_bit(
     monkeypatch.setattr(sft, "_words", interrupted)
     assert run("sft", *BASE, "run.folder=stopped") == 130
     assert f"stopped at step 4; go on with --resume run.folder={Path('stopped').resolve()}" in capfd.readouterr().out
+    for command in (("top", "stopped", "--once"), ("resume", "stopped"), ("scale", "stopped", "--workers=1")):
+        assert main([*command]) == 2  # nothing of these is for a training without workers
+        assert "its steps are in sft.jsonl, and areal-rloo sft goes on with --resume" in capfd.readouterr().err
     monkeypatch.setattr(sft, "_words", words)
     shutil.rmtree("stopped/checkpoints/step-000004")  # as if a kill had come before
     assert run("sft", *BASE, "run.folder=stopped", "--resume") == 0

@@ -97,6 +97,26 @@ def test_a_symptom_that_lasts_is_said_again_after_twice_the_time(make_train_reco
 
 
 @pytest.mark.parametrize(
+    ("name", "numbers", "words"),
+    [
+        ("truncated", {"truncated_share": 1.0}, ", 2 % in step 1; lower learner.optimizer.learning_rate"),
+        ("truncated", {"truncated_share": 1.0}, "limit; raise rollout.sampling.max_new_tokens"),
+        ("no_signal", {}, "(mean reward 0, 0.5 in step 1), so the advantages are 0; lower learner.optimizer.learning_"),
+        ("no_signal", {}, "(mean reward 0), so the advantages are 0; look at trajectories"),
+    ],
+)
+def test_a_remedy_depends_on_the_first_step(
+    name: str, numbers: dict[str, Any], words: str, make_train_record: Make
+) -> None:
+    """A policy that a learning rate has broken ends no completion, and earns no reward, but did so before."""
+    shown = {**SHOWN[name][0], **numbers}
+    healthy = _steps(make_train_record, {"truncated_share": 0.02}, first=1, last=1)
+    first = len(healthy) + 1 if "in step 1" in words else 1
+    (line,) = _said(_health(), [*healthy[: first - 1], *_steps(make_train_record, shown, first=first, last=first + 2)])
+    assert words in line
+
+
+@pytest.mark.parametrize(
     "numbers",
     [
         {"zero_variance_group_share": 1.0},  # with a mean over the batch, equal groups have advantages
@@ -145,7 +165,8 @@ def test_a_fallen_accuracy_needs_two_evaluations(
     lines = _said(health, records)
     assert [line.partition(": the")[0] for line in lines] == ["health: accuracy_fell"] * said
     if said:
-        assert f"move the checkpoints after version {10 * accuracies.index(max(accuracies))} away" in lines[0]
+        best = 10 * accuracies.index(max(accuracies))
+        assert (f"move the checkpoints after version {best} away" in lines[0]) == (best > 0)
 
 
 def test_an_accuracy_of_another_set_is_compared_anew(eval_record: EvalRecord) -> None:

@@ -88,7 +88,7 @@ def test_a_cut_that_the_disk_refuses_changes_nothing_and_says_so(tmp_path: Path)
     path.write_bytes(_lines(1, 3, 2))
     with (
         disk_of(10),
-        pytest.raises(CheckpointError, match=r"records after version 2 .* free some disk, then --resume"),
+        pytest.raises(CheckpointError, match=r"records after version 2 .* free some disk, then areal-rloo resume "),
     ):
         cut_records(path, 2)
     assert path.read_bytes() == _lines(1, 3, 2)

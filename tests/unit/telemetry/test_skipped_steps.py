@@ -14,7 +14,7 @@ MakeTrainRecord = Callable[..., TrainRecord]
 def test_skipped_steps_are_shown_before_the_next_record(make_train_record: MakeTrainRecord) -> None:
     """A train step whose optimizer steps are all skipped has no record."""
     registry = CollectorRegistry()
-    metrics = LearnerMetrics(registry, last=make_train_record(skipped_steps=5))
+    metrics = LearnerMetrics(registry, {"skipped_steps": 5})
     metrics.skipped_steps(7)
     assert registry.get_sample_value(f"{PREFIX}skipped_steps_total") == 2
     metrics.train_step(make_train_record(skipped_steps=7))

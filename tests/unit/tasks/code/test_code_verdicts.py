@@ -71,6 +71,13 @@ TREE = "class Node:\n    left = None\ndef depth(n): return 1 + depth(n.left) if 
             "x = [1, 2.5, 'é', None, True, (1,), {2: [3]}, {4}, frozenset([5]), b'6', 7j, 10**5000]\n"
             "assert same(x) == x and [type(a) for a in same(x)] == [type(a) for a in x]"]},
          "def same(x): return x", 1),
+        ({**MBPP, "test_setup_code":
+            "from collections import deque\nfrom decimal import Decimal\nfrom fractions import Fraction",
+          "test_list": [f"assert same({x}) == {x} and type(same({x})) is type({x})" for x in (
+            "deque([8, 9])", "range(1, 9, 3)", "Decimal('0.10')", "Fraction(-1, 3)")]},
+         "def same(x): return x", 1),
+        ({**MBPP, "test_list": ["assert half(1) == 0.5", "assert half(3) == 1.5", "assert half(5) == 2"]},
+         "from fractions import Fraction\nhalf = lambda n: Fraction(n, 2)", 2 / 3),
         ({**MBPP, "test_list": ["try:\n    half(-1)\n    assert False\nexcept ValueError:\n    assert half(4) == 2"]},
          "def half(n):\n    if n < 0: raise ValueError\n    return n // 2", 1),
         (MBPP, "import numpy\ndef sum(numbers): return numpy.array(numbers, int).sum()", 1),

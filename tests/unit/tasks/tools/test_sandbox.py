@@ -326,6 +326,10 @@ def test_output_of_exactly_the_limit_is_complete() -> None:
     [
         "for n in range(10**9): open(f'{n}', 'w').close()",
         "for n in range(10**9): open(f'{n % 100}', 'wb').write(b'x' * 500_000)",
+        "import os\nheld = []\nwhile True:\n    if len(held) < 40:\n        held.append(open('a', 'wb', 0))\n"
+        "        os.unlink('a')\n        held[-1].write(b'x' * 500_000)",
+        "import os\nfor n in range(8): open(f'{n}', 'wb').write(b'x' * 500_000)\n"
+        "while True:\n    open('a', 'w').close()\n    os.unlink('a')",
     ],
 )
 def test_number_and_total_size_of_files_are_bounded(program: str) -> None:
