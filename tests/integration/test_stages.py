@@ -49,7 +49,7 @@ def test_each_stage_works_alone_on_a_run(start: Callable[..., Run], tmp_path: Pa
 
 def _evaluate(run: Run, folder: Path) -> None:
     """The learner's own evaluation of the last version and this one are of the same samples."""
-    line, _ = command("evaluate", run.folder, "--output", "evaluated", folder=folder).splitlines()
+    _, line, _ = command("evaluate", run.folder, "--output", "evaluated", folder=folder).splitlines()
     (record,) = read_records(folder / "evaluated" / "metrics.jsonl")
     own = [r for r in read_records(run.folder / "metrics.jsonl") if isinstance(r, EvalRecord)][-1]
     assert isinstance(record, EvalRecord)
