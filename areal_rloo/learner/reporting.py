@@ -7,6 +7,7 @@ train step and each evaluation; a summary at the end. The training thread calls 
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -54,7 +55,7 @@ _MOST_PARTS = 200  # labels of reward parts: workers send them
 class PaceStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """When the last train step ended, and how long one takes: for the alarm about a run that stands still.
 
-    The second longest step counts, so a single standstill does not hide the next.
+    The second longest step counts, so a single standstill does not hide the next; the longest of the first two.
     """
 
     metrics_prefix: ClassVar[str] = ""
@@ -96,7 +97,7 @@ class Reporter:
         self._steps_left = self.config.learner.num_train_steps - policy_version
         self._looking = threading.Lock()
         self._stepped = self._evaluated = datetime.now(UTC)
-        self._steps_s = deque([_FIRST_STEP_S], maxlen=_LAST_STEPS)
+        self._steps_s = deque([_FIRST_STEP_S, *_step_times_s(records)], maxlen=_LAST_STEPS)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="metrics")
         self._before = msgspec.structs.replace(self.totals)
         self._first_step: IntakeStatistics | None = None
@@ -181,7 +182,7 @@ class Reporter:
             last_train_step_timestamp_s=self._stepped.timestamp(),
             last_evaluation_timestamp_s=self._evaluated.timestamp(),
             train_steps_left=max(0, self._steps_left),
-            long_train_step_s=sorted(self._steps_s.copy())[-2:][0],
+            long_train_step_s=_long_s(self._steps_s.copy()),
         )
 
     @contextmanager
@@ -297,6 +298,18 @@ class Reporter:
             self.file.append(record)
         except OSError as error:  # a full disk must not end the run
             logger.error("a record is missing from metrics.jsonl: %s", error)
+
+
+def _step_times_s(records: Iterable[Record]) -> Iterator[float]:
+    """Give the times between the train steps of a run so far."""
+    ends_s = [record.wall_s for record in records if isinstance(record, TrainRecord)]
+    yield from (later - earlier for earlier, later in itertools.pairwise(ends_s) if later > earlier)
+
+
+def _long_s(steps_s: Iterable[float]) -> float:
+    """Return the second longest step; the longest of two, because the first one is assumed."""
+    *_, second, longest = sorted([0.0, *steps_s])
+    return longest if len([*steps_s]) < 3 else second
 
 
 def _log_error(written: Future[None]) -> None:

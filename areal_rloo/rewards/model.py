@@ -57,7 +57,7 @@ class RewardModel:
         self._model.config.pad_token_id = self._pad_id  # a decoder model reads the last token that is no padding
         self._batch_size, self._deadline_s = batch_size, deadline_s
         self._key, self._busy_s = key, 0.0
-        self._num_left = 0  # texts taken from the queue whose batch has not begun
+        self._num_callers = self._num_running = 0  # callers of `score`; texts of the running batch
         self._began_s: float | None = None  # of the running batch
         self._waiting: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()  # None: the end
         self._thread = threading.Thread(target=self._run, name="reward-model", daemon=True)
@@ -73,6 +73,7 @@ class RewardModel:
         reward: Future[float] = Future()
         self._waiting.put((request, reward))
         made = asyncio.wrap_future(reward)
+        self._num_callers += 1
         try:
             while not made.done():
                 began_s = self._began_s
@@ -83,10 +84,11 @@ class RewardModel:
                 await asyncio.wait([made], timeout=left_s)
             return read_worth(made.result(), request, returns="trajectory")
         finally:
+            self._num_callers -= 1
             made.cancel()
 
     def statistics(self) -> WorkStatistics:
-        num_queued = self._waiting.qsize() + self._num_left
+        num_queued = max(0, self._num_callers - self._num_running)
         return WorkStatistics(
             runner=self._key, num_at_once=self._batch_size, num_queued=num_queued, busy_s=self._busy_s
         )
@@ -123,22 +125,19 @@ class RewardModel:
                 taken.append(following)
             taken = [pending for pending in taken if pending[1].set_running_or_notify_cancel()]
             self._began_s = time.monotonic()
-            self._num_left = len(taken)
             try:
                 self._score_all(taken)
             except BaseException as error:  # noqa: BLE001 - a model's code may raise anything; no wait may be forgotten
                 for _, reward in taken:
                     if not reward.done():
                         reward.set_exception(RewardError("reward_error", described(error)))
-            self._began_s, self._num_left = None, 0
+            self._began_s = None
 
     def _score_all(self, taken: Sequence[_Pending]) -> None:
         texts = [(ids, pending[1]) for pending in taken if (ids := self._ids_or_none(*pending)) is not None]
         texts.sort(key=lambda text: len(text[0]))
         for start in range(0, len(texts), self._batch_size):
-            batch = texts[start : start + self._batch_size]
-            self._num_left = len(texts) - start - len(batch)
-            self._score(batch)
+            self._score(texts[start : start + self._batch_size])
 
     def _ids_or_none(self, request: RewardRequest, reward: Future[float]) -> list[int] | None:
         """Return the token ids of a text; None if the text cannot be scored."""
@@ -151,11 +150,12 @@ class RewardModel:
 
     def _score(self, batch: Sequence[tuple[list[int], Future[float]]]) -> None:
         started_s = self._began_s = time.monotonic()
+        self._num_running = len(batch)
         try:
             try:
                 logits = self._logits([ids for ids, _ in batch])
             finally:
-                self._began_s = None
+                self._began_s, self._num_running = None, 0
                 self._busy_s += len(batch) * (time.monotonic() - started_s)
         except Exception as error:  # noqa: BLE001 - a model's code may raise anything; drop only this sample
             if len(batch) > 1:  # one bad text, or too many for the memory: score each alone

@@ -45,6 +45,8 @@ HEALTHY: dict[str, tuple[str, str]] = {
     P + "engine_idle_seconds_total{": (_WORKER, f"0+6x{_NUM}"),
     P + "mismatch_abs_mean{": (_LEARNER, f"0.001x{_NUM}"),
     P + "ledger_admitted_total{": (_LEARNER, f"0+100x{_NUM}"),
+    P + "ledger_in_flight{": (_LEARNER, f"900x{_NUM}"),
+    P + "ledger_buffered{": (_LEARNER, f"100x{_NUM}"),
     P + 'ledger_dropped_total{reason="stale",': (_LEARNER, f"0+1x{_NUM}"),
     P + "run_folder_free_bytes{": (_LEARNER, f"5e10x{_NUM}"),
     P + 'run_info{code="one",': (_LEARNER, f"1x{_NUM}"),
@@ -263,6 +265,24 @@ def test_a_worker_that_dies_before_it_serves_metrics_has_a_restart_loop(tmp_path
 def test_a_saturated_runner_is_not_hidden_by_the_room_of_another(runner: str, tmp_path: Path) -> None:
     queued = {P + f'reward_num_queued{{runner="{runner}",': f"20x{_NUM}"}
     assert _run([_fires(_series(queued), 40, {"RewardsSaturated"}, runner)], tmp_path) == ""
+
+
+def test_a_runner_without_a_process_is_not_saturated(tmp_path: Path) -> None:
+    """More processes would not start either; the drops have an alarm of their own."""
+    broken = {
+        P + f'reward_num_{of}{{runner="processes",': f"{number}x{_NUM}"
+        for of, number in (("at_once", 0), ("queued", 5))
+    }
+    assert _run([_fires(_series(broken), 40, set(), "no process")], tmp_path) == ""
+
+
+def test_one_drop_in_a_slow_first_step_is_a_small_share(tmp_path: Path) -> None:
+    """All samples of the step are admitted before the first scrape, so the counter does not grow."""
+    slow = {
+        P + "ledger_admitted_total{": f"1024x{_NUM}",
+        P + 'ledger_dropped_total{reason="stale",': f"0x19 1x{_NUM - 20}",
+    }
+    assert _run([_fires(_series(slow), at_min, set(), f"at {at_min} min") for at_min in (16, 29)], tmp_path) == ""
 
 
 def _of_another_folder(series: list[dict[str, str]]) -> list[dict[str, str]]:

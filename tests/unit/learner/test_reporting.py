@@ -128,6 +128,18 @@ def test_a_scrape_reads_what_moves_between_two_steps(
     file.close()
 
 
+def test_a_resumed_run_knows_the_pace_of_its_steps(
+    tmp_path: Path, make_train_record: Callable[..., TrainRecord]
+) -> None:
+    """Its first step may take as long as those before: that is no standstill."""
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    records = [make_train_record(policy_version=n, wall_s=1920.0 * n) for n in range(1, 5)]
+    reporter = _reporter(file, Totals(), records=records)
+    assert reporter.pace().long_train_step_s == 1920.0
+    reporter.close()
+    file.close()
+
+
 def test_the_clock_of_a_run_stands_until_the_learner_is_ready(tmp_path: Path, ledger_counts: LedgerCounts) -> None:
     """A counter never goes back: seconds before the start would stay on it."""
     registry, file = CollectorRegistry(), MetricsFile(tmp_path / "metrics.jsonl")

@@ -225,6 +225,7 @@ def test_a_batch_that_hangs_drops_its_completions_and_those_that_wait(
         scores.append(asyncio.create_task(model.score(_request("late"))))
         failures = await asyncio.gather(*scores, return_exceptions=True)
         assert {getattr(failure, "reason", None) for failure in failures} == {"reward_timeout"}
+        assert model.statistics().num_queued == 0, "nobody waits any more"
         goes_on.set()
         monkeypatch.setattr(RewardModel, "_logits", logits)
         while model.statistics().busy_s == 0:  # noqa: ASYNC110 - until the thread has the batch behind it
@@ -256,7 +257,8 @@ def test_a_batch_that_is_not_full_leaves_room_in_the_statistics(
         for num_queued in (3, 0):
             goes_on.release()
             await asyncio.to_thread(begin.wait)
-            assert model.statistics().num_queued == num_queued
+            while model.statistics().num_queued != num_queued:  # noqa: ASYNC110 - until the callers have theirs
+                await asyncio.sleep(0.01)
         goes_on.release()
         await asyncio.gather(*scores)
 

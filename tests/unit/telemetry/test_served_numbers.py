@@ -38,7 +38,7 @@ def test_the_wanted_number_of_workers_is_the_launchers(tmp_path: Path) -> None:
     assert read_wanted(tmp_path, 4).num_workers == 4
 
 
-@pytest.mark.parametrize(("steps", "long"), [([30.0], 30.0), ([1800.0, 9.0], 9.0), ([9.0, 8.0, 1800.0, 7.0], 9.0)])
+@pytest.mark.parametrize(("steps", "long"), [([30.0], 30.0), ([360.0, 1920.0], 1920.0), ([9.0, 8.0, 1800.0, 7.0], 9.0)])
 def test_a_single_standstill_does_not_hide_the_next(steps: list[float], long: float) -> None:
     reporter: Any = SimpleNamespace(
         _stepped=datetime.now(UTC), _evaluated=datetime.now(UTC), _steps_left=5, _steps_s=deque(steps, maxlen=10)
