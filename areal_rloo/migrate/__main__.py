@@ -55,6 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         found = msgspec.structs.replace(found, settings=found.settings | {PROCESSES: options.processes})
     translation = translate(found)
     left = [f"left out, because another command trains: {shown(command)}" for command in found.others]
+    left += [f"not read, add its options by hand: {shown(word)}" for word in found.unread]
     sys.stderr.write("\n".join([*report(found.system, translation), *left]) + "\n")
     sys.stderr.flush()
     print(f"# From {shown(options.file.name)} of {found.system}, by areal-rloo migrate.")  # noqa: T201 - the output

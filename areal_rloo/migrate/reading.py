@@ -43,6 +43,7 @@ class Found(msgspec.Struct, frozen=True):
         variables: of a shell script.
         doubtful: settings whose value depends on a branch of a script.
         others: commands of a shell script whose settings are left out, because another command trains.
+        unread: words of a shell script that may stand for several others.
         text: of the file.
     """
 
@@ -51,6 +52,7 @@ class Found(msgspec.Struct, frozen=True):
     variables: dict[str, str] = {}
     doubtful: frozenset[str] = frozenset()
     others: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
     text: str = ""
 
 
@@ -83,7 +85,15 @@ def read(path: Path, system: System | None = None) -> Found:
         )
     if found == "verl":  # options with dashes are of programs that start it
         settings = {name: value for name, value in settings.items() if "." in name}
-    return Found(found, settings, script.variables, frozenset(script.doubtful), tuple(script.others), text)
+    return Found(
+        found,
+        settings,
+        script.variables,
+        frozenset(script.doubtful),
+        others=tuple(script.others),
+        unread=tuple(script.unread),
+        text=text,
+    )
 
 
 def _system_of(text: str, settings: Settings) -> System | None:

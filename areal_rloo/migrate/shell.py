@@ -8,6 +8,7 @@ A script may choose a value by `if`, `case` or `&&`. Such a setting is doubtful:
 from __future__ import annotations
 
 import ast
+import datetime
 import operator
 import re
 import shlex
@@ -19,17 +20,26 @@ from typing import Any
 
 import yaml
 
-_BARE = "\ue000"  # stands for a `$` outside of quotes, whose value the shell splits into words
+_SYNTAX = "$|&<>()"  # outside of quotes, each of these stands as a character of its own from here on
+_MARKS = {character: chr(0xE000 + number) for number, character in enumerate(_SYNTAX)}
+_BARE, _PIPE, _AMPERSAND, _LESS, _MORE, _OPEN, _CLOSE = _MARKS.values()
+_LITERAL = "\ue010"  # a `$` in single quotes
+_SPLIT = "\ue011"  # a space in the value of a variable outside of quotes: the shell begins another word there
+_PLAIN = {ord(mark): character for character, mark in {**_MARKS, "$": _LITERAL, " ": _SPLIT}.items()}
+_PLAIN[ord(_BARE)] = "$"
 _VARIABLE = re.compile(rf"[${_BARE}]\{{(\w+)(?:(:?)-([^{{}}]*))?\}}|[${_BARE}](\w+)")
 _ELEMENTS = re.compile(rf"[${_BARE}]\{{(\w+)\[[@*]\]\}}")
 _ARITHMETIC = re.compile(r"\$\(\(([^()$]*(?:\([^()$]*\)[^()$]*)*)\)\)")
+_SPACED = re.compile(rf"\$[({_OPEN}]{{2}}[^$\n]*?[){_CLOSE}]{{2}}")  # arithmetic, before it is a word
+_UNREAD = re.compile(r"\$\{\w+(\[[@*]|:?\+)")  # of an array or an alternative: any number of words
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=\((.*)", re.DOTALL)
+_ARRAY = re.compile(rf"([A-Za-z_]\w*)(\+?)={_OPEN}(.*)", re.DOTALL)
 _HYDRA = re.compile(r"([+~]{0,2})(\w+(?:\.\w+)+)(?:=(.*))?", re.DOTALL)
 _OPTION = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
-_ENDS = re.compile(r"\|(?!\|)|&(?!&)|\d*[<>]")
+_REDIRECTION = re.compile(rf"(?:\d*|{_AMPERSAND})[{_LESS}{_MORE}]+(.*)", re.DOTALL)
+_AND, _OR = 2 * _AMPERSAND, 2 * _PIPE
 _OPENS, _CLOSES = ("if", "case", "for", "while", "until"), ("fi", "esac", "done")
-_TESTS = ("[", "[[", "test")
+_TESTS = ("[", "[[", "test", 2 * _OPEN)
 _SILENT = ("echo", "printf", "set")  # commands whose words are no settings
 _PROGRAMS = ("trl", "swift", "accelerate", "torchrun", "deepspeed", "python", "python3")  # no values of an option
 _TRAINS = re.compile(r"\b(grpo|rloo|rlhf|main_ppo)\b", re.IGNORECASE)
@@ -53,21 +63,25 @@ class Script:
 
     Attributes:
         others: the commands whose settings are left out, because another command trains.
+        unread: words of the training that may stand for several others.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=lambda: {"HOME": str(Path.home())})
     doubtful: set[str] = field(default_factory=set)
     others: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Command:
-    """The settings of a command, and its other words."""
+    """The settings of a command, its other words, and the variables set for this command alone."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     doubtful: set[str] = field(default_factory=set)
     words: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def trains(self) -> bool:
@@ -96,10 +110,16 @@ class _Scope:
                 yield from ((element, doubtful or in_branch) for element, doubtful in self.arrays[elements[1]])
                 continue
             filled = _filled(word, self.variables)
-            used = {found[1] or found[4] for found in _VARIABLE.finditer(word)}
-            splits = word.startswith(_BARE) and _VARIABLE.fullmatch(word) is not None
-            for part in filled.split() if splits else [filled]:
-                yield part, in_branch or bool(used & self.chosen)
+            used = set(re.findall(r"\w+", word)) if "$" in word.translate(_PLAIN) else set()
+            is_one = _SPLIT not in filled or _ASSIGNMENT.fullmatch(word) is not None
+            for part in [filled] if is_one else filter(None, filled.split(_SPLIT)):
+                yield part.translate(_PLAIN), in_branch or bool(used & self.chosen)
+
+    def restore(self, before: dict[str, str], names: Iterable[str]) -> None:
+        """Give these variables the values that they had before."""
+        for name in names:
+            self.variables.pop(name)
+            self.variables |= {name: before[name]} if name in before else {}
 
 
 def read_shell(text: str) -> Script:
@@ -112,18 +132,27 @@ def read_shell(text: str) -> Script:
     scope = _Scope(script.variables)
     for line in _lines(text):
         depth = max(0, depth + (line[0] in _OPENS) - (line[0] in _CLOSES))
-        in_branch = depth > 0 or line[0] in _TESTS or "||" in line
-        if (array := _ARRAY.fullmatch(line[0])) is not None:
+        in_branch = depth > 0 or line[0] in _TESTS or _OR in line
+        scope.chosen.update(line[1:2] if line[0] == "for" else ())
+        for name in line[1:] if line[0] == "unset" else ():
+            scope.variables.pop(name, None)
+        is_after = line[0] in (_AND, _OR)  # another command decides if the array is set
+        if (array := _ARRAY.fullmatch(line[is_after])) is not None:
             before = scope.arrays.get(array[1], []) if array[2] else []
-            scope.arrays[array[1]] = [*before, *scope.fill(_elements(array[3], line[1:]), in_branch=in_branch)]
+            words = _elements(array[3], line[is_after + 1 :])
+            scope.arrays[array[1]] = [*before, *scope.fill(words, in_branch=in_branch or is_after)]
             continue
-        for part in _parts(line):
+        for number, part in enumerate(_parts(line)):
             if part and part[0] not in _SILENT:
-                commands.append(_read_line(part, scope, in_branch=in_branch))
+                commands.append(_read_line(part, scope, in_branch=in_branch, is_conditional=number > 0))
     commands = [command for command in commands if command.settings]
     training = [command for command in commands if command.trains] or commands
     script.settings, script.doubtful = merged([command.settings for command in training])
     script.doubtful |= {name for command in training for name in command.doubtful}
+    script.doubtful |= scope.chosen
+    for command in training:
+        script.unread += command.unread
+        script.variables |= command.environment
     script.others = [" ".join(command.words) for command in commands if command not in training]
     return script
 
@@ -138,7 +167,7 @@ def _parts(line: list[str]) -> Iterator[list[str]]:
     """Split a line at `&&` and `||`."""
     part: list[str] = []
     for word in line:
-        if word in ("&&", "||"):
+        if word in (_AND, _OR):
             yield part
             part = []
         else:
@@ -149,16 +178,19 @@ def _parts(line: list[str]) -> Iterator[list[str]]:
 def _elements(first: str, rest: Sequence[str]) -> Iterator[str]:
     """Give the words between the parentheses of an array."""
     *words, last = [first, *rest]
-    yield from (word for word in (*words, last.removesuffix(")")) if word)
+    yield from (word for word in (*words, last.removesuffix(_CLOSE)) if word)
 
 
-def _read_line(line: list[str], scope: _Scope, *, in_branch: bool) -> _Command:
+def _read_line(line: list[str], scope: _Scope, *, in_branch: bool, is_conditional: bool) -> _Command:
+    """Read a command; `is_conditional`: it follows `&&` or `||`, so what it assigns depends on another command."""
     command, name = _Command(), ""  # of the option whose values follow
-    settings = command.settings
-    for word, doubtful in scope.fill(line, in_branch=in_branch):
-        if _ENDS.match(word):  # a pipe, a redirection, the background
-            break
-        if (option := _OPTION.fullmatch(word)) is not None:
+    settings, before = command.settings, dict(scope.variables)
+    for word, doubtful in scope.fill(_without_redirections(line), in_branch=in_branch):
+        setting = ""
+        if _UNREAD.match(word):
+            command.unread.append(word)
+            name = ""
+        elif (option := _OPTION.fullmatch(word)) is not None:
             setting = option[1].replace("-", "_")
             settings[setting] = True if option[2] is None else typed(option[2])
             name = setting if option[2] is None else ""
@@ -169,18 +201,36 @@ def _read_line(line: list[str], scope: _Scope, *, in_branch: bool) -> _Command:
             else:
                 settings[setting] = typed(hydra[3])
         elif not name and (assigned := _ASSIGNMENT.fullmatch(word)) is not None:
-            scope.assign(assigned[1], assigned[3], adds=bool(assigned[2]), doubtful=doubtful)
-            continue
-        elif name and not re.match(r"-(?![\d.])", word) and not word.endswith(".py") and word not in _PROGRAMS:
+            scope.assign(assigned[1], assigned[3], adds=bool(assigned[2]), doubtful=doubtful or is_conditional)
+            if not command.words and not settings:
+                command.environment[assigned[1]] = scope.variables[assigned[1]]
+        elif name and not re.match(r"-(?![\d.])", word) and not _is_program(word, settings[name]):
             setting = name
             settings[name] = _with(settings[name], typed(word))
         else:
             command.words.append(word)
             name = ""
-            continue
-        if doubtful:
-            command.doubtful.add(setting)
+        command.doubtful |= {setting} if doubtful and setting else set()
+    if command.words or settings:
+        scope.restore(before, command.environment)
     return command
+
+
+def _without_redirections(line: Iterable[str]) -> Iterator[str]:
+    """Give the words of a command up to a pipe."""
+    is_target = False  # of a redirection with a space
+    for word in line:
+        if word.startswith(_PIPE):
+            return
+        redirection = _REDIRECTION.fullmatch(word)
+        if redirection is None and not is_target:
+            yield word
+        is_target = redirection is not None and not redirection[1]
+
+
+def _is_program(word: str, values: Any) -> bool:
+    """Return True for a word that begins a command, after the options of a launcher."""
+    return word in _PROGRAMS or (word.endswith(".py") and values is not True)
 
 
 def _with(before: Any, value: Any) -> Any:
@@ -197,21 +247,27 @@ def _lines(text: str) -> Iterator[list[str]]:
     Raises:
         ValueError: a quotation or an array does not end.
     """
-    text = _ARITHMETIC.sub(lambda found: re.sub(r"[ \t]", "", found[0]), text.replace("\\\n", " "))
-    lexer = shlex.shlex(_prepared(text), posix=True, punctuation_chars="\n;")
+    text = _SPACED.sub(
+        lambda found: re.sub(r"[ \t]", "", found[0].translate(_PLAIN)), _prepared(text).replace("\\\n", " ")
+    )
+    lexer = shlex.shlex(text, posix=True, punctuation_chars="\n;")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     line: list[str] = []
     num_open = 0  # parentheses of an array
     for word in lexer:
-        if num_open > 0 or (not line and _ARRAY.fullmatch(word)):
-            num_open += word.count("(") - word.count(")")
-            if not set(word) <= set("\n;"):
+        begins = num_open == 0 and _ARRAY.fullmatch(word)
+        if begins and line:
+            yield line
+            line = line[-1:] if line[-1] in (_AND, _OR) else []
+        if begins or num_open > 0:
+            num_open += word.count(_OPEN) - word.count(_CLOSE)
+            if not word or not set(word) <= set("\n;"):
                 line.append(word)
-        elif set(word) <= set("\n;"):
+        elif word == _AMPERSAND or (word and set(word) <= set("\n;")):
             if line:
                 yield line
             line = []
-        elif word not in ("export", "then", "else", "do", "(", ")"):
+        elif word not in ("export", "then", "else", "do", _OPEN, _CLOSE):
             line.append(word)
     if num_open > 0:
         raise ValueError(f"the array {line[0].partition('=')[0]} does not end")
@@ -222,17 +278,19 @@ def _lines(text: str) -> Iterator[list[str]]:
 def _prepared(text: str) -> str:
     """Remove comments, which begin with `#` at the beginning of a word; mark variables. Both are outside of quotes."""
     kept, quote, before = [], "", "\n"
-    in_comment = False
+    in_comment = is_escaped = False
     for character, following in zip(text, f"{text}\n"[1:], strict=True):
         if in_comment and character != "\n":
             continue
-        in_comment = not quote and character == "#" and before in " \t\n"
+        in_comment = not quote and character == "#" and before in " \t\n;"
         if in_comment:
             continue
-        if character in "'\"" and before != "\\" and quote in ("", character):
+        if character in "'\"" and not is_escaped and quote in ("", character):
             quote = "" if quote else character
-        is_bare = character == "$" and not quote and re.match(r"[\w{]", following)
-        kept.append(_BARE if is_bare else character)
+        is_syntax = not quote and not is_escaped and (character != "$" or re.match(r"[\w{]", following))
+        is_literal = quote == "'" and character == "$"
+        kept.append(_LITERAL if is_literal else _MARKS.get(character, character) if is_syntax else character)
+        is_escaped = character == "\\" and not is_escaped and quote != "'"
         before = character
     return "".join(kept)
 
@@ -244,15 +302,17 @@ def _filled(word: str, variables: dict[str, str]) -> str:
         name, default = found[1] or found[4], found[3]
         known = variables.get(name)
         if known is None or (known == "" and found[2]):
-            return found[0] if default is None else default
-        return known
+            known = found[0] if default is None else default
+        return re.sub(r"\s", _SPLIT, known) if found[0].startswith(_BARE) and known != found[0] else known
 
+    kept = {ord(mark): mark for mark in (_BARE, _LITERAL, _SPLIT)}
+    word = word.translate(_PLAIN | kept)
     for _ in range(_MOST_DEPTH):
         filled = _ARITHMETIC.sub(partial(_computed, variables), _VARIABLE.sub(value, word))
         if filled == word or len(filled) > _MOST_CHARACTERS:
             break
         word = filled
-    return word.replace(_BARE, "$")
+    return word
 
 
 def _computed(variables: dict[str, str], found: re.Match[str]) -> str:
@@ -280,8 +340,11 @@ def typed(value: Any) -> Any:
         return value
     if len(value) > _MOST_CHARACTERS:
         return value
+    if not value or (re.search(r"[:#]", value) and not value.startswith(("[", "{"))):
+        return value  # a text with a colon, which YAML reads as a mapping or a time, or a part of it as a comment
     try:
         read = float(value) if _FLOAT.fullmatch(value) else yaml.safe_load(value)
     except (yaml.YAMLError, RecursionError, ValueError, OverflowError):
         return value
-    return value if isinstance(read, int) and abs(read) >= 2**62 else read
+    is_odd = isinstance(read, datetime.date) or (isinstance(read, int) and abs(read) >= 2**62)
+    return value if is_odd else read

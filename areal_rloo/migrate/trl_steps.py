@@ -26,6 +26,8 @@ def processes(found: Found) -> Options:
         if name is None:
             return None
         number = given[name]
+        if name in found.doubtful:
+            raise DataError(f"{name}: depends on a branch; set the number of all processes with --processes N")
         if isinstance(number, bool) or not str(number).isdecimal() or int(number) < 1:
             raise DataError(
                 f"{name}: expected a number, got {shown(str(number))}; set the number of all processes with "

@@ -32,6 +32,17 @@ trl grpo "${ARGS[@]}" "${EMPTY[@]}" --seed 1
 """,
     "in an array": 'A="1 2"\nB=($A "$A")\ntrl grpo --x "${B[@]}"',
     "of an array": "A=(--seed 1)\nB=(--x 2 ${A[@]})\ntrl grpo ${B[*]}",
+    "declared": 'declare -a ARGS=(\n  --seed 5\n  --beta 0.02\n)\ntrl grpo "${ARGS[@]}"',
+    "syntax in quotes": "trl grpo --stop_words '<|im_end|>' --system '<think> & 1) (2' --seed 5",
+    "syntax in an array": 'ARGS=(\n  --system "1) :( think"\n  --seed 5\n)\ntrl grpo "${ARGS[@]}"',
+    "a comment that ends with a backslash": "SEED=4\n# SEED=3 \\\nSEED=5;# SEED=6\ntrl grpo --seed $SEED",
+    "no text": 'trl grpo --hub_token "" --seed 5',
+    "texts that YAML reads": "trl grpo --system 'after #### it: x' --run_name 2024-05-01 --hub_token 12:30:00",
+    "joined": 'A="--beta 0.1"\nB=" --seed 5"\ntrl grpo $A$B',
+    "redirected": "trl grpo 2>/dev/null --seed 5 2>&1",
+    "backslashes": 'P="\\\\"\n# a comment\' here\ntrl grpo --seed 5 --run_name a\\ b',
+    "for one command": "SEED=5\nSEED=4 true\nunset BETA\ntrl grpo --seed $SEED --beta ${BETA:-0.3}",
+    "single quotes": "SEED=4\ntrl grpo --system 'costs $SEED'",
     "negative": "trl grpo --max_steps -1 --top_k -1 --epsilon -.5",
     "prefix": "NNODES=2 NPROC_PER_NODE=8 trl grpo --seed 1",
 }
@@ -100,6 +111,41 @@ def test_what_two_trainings_do_not_agree_on_is_for_the_user(tmp_path: Path) -> N
 def test_an_element_added_in_a_branch_is_doubtful_and_the_others_are_not(tmp_path: Path) -> None:
     script = f'A=(--seed 1)\nif [ "$X" ]; then A+=(--temperature 0.5); fi\ntrl grpo "${{A[@]}}" {TRAINS}'
     assert found("run.sh", tmp_path, script).doubtful == {"temperature"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "name"),
+    [
+        ("[[ $X ]] && A=(--seed 5)", "seed"),
+        ("case $X in\n  a) A+=(--seed 5) ;;\nesac", "seed"),
+        ("nvidia-smi && N=8", "max_steps"),
+        ("N=4\nfor N in 1 2; do :; done", "max_steps"),
+        ("(( X > 4 )) && N=8", "max_steps"),
+    ],
+)
+def test_a_value_that_a_condition_decides_is_doubtful(lines: str, name: str, tmp_path: Path) -> None:
+    script = f'{lines}\ntrl grpo {TRAINS} "${{A[@]}}" --max_steps $((${{N:-1}} * 10))'
+    given = found("run.sh", tmp_path, script)
+    assert name in given.doubtful & given.settings.keys()
+
+
+def test_a_number_of_processes_that_a_branch_decides_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"if a; then export NPROC_PER_NODE=8; else export NPROC_PER_NODE=4; fi\ntrl grpo {TRAINS}")
+    assert main(["migrate", str(path)]) == 2
+    assert "NPROC_PER_NODE: depends on a branch; set the number of all processes" in capsys.readouterr().err
+    assert main(["migrate", str(path), "--processes", "8"]) == 0
+
+
+def test_words_that_only_the_shell_can_count_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found("run.sh", tmp_path, f'trl grpo {TRAINS} --seed 1 "${{EXTRA[@]}}" ${{X:+--beta}} 3')
+    assert main(["migrate", str(tmp_path / "run.sh")]) == 0
+    said = capsys.readouterr().err
+    assert "not read, add its options by hand: ${EXTRA[@]}" in said
+    assert "not read, add its options by hand: ${X:+--beta}" in said
+    assert "seed=1 " in said
 
 
 def test_an_option_of_hydra_can_be_removed(tmp_path: Path) -> None:
