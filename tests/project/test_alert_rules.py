@@ -32,11 +32,11 @@ HEALTHY: dict[str, tuple[str, str]] = {
     P + "checkpoint_every_n_steps{": (_LEARNER, f"25x{_NUM}"),
     P + "checkpoint_newest_bytes{": (_LEARNER, f"3e9x{_NUM}"),
     P + 'reward_num_at_once{runner="processes",': (_WORKER, f"2x{_NUM}"),
-    P + 'reward_num_at_once{runner="async",': (_WORKER, f"4x{_NUM}"),
+    P + 'reward_num_at_once{runner="async",': (_WORKER, f"64x{_NUM}"),
     P + 'reward_num_at_once{runner="data.train.rewards.0.model",': (_WORKER, f"16x{_NUM}"),
     P + 'reward_num_queued{runner="processes",': (_WORKER, "0 0 0 40 " * (_NUM // 4)),  # bursts
-    P + 'reward_num_queued{runner="async",': (_WORKER, f"3x{_NUM}"),  # always some, and few
-    P + 'reward_num_queued{runner="data.train.rewards.0.model",': (_WORKER, f"12x{_NUM}"),
+    P + 'reward_num_queued{runner="async",': (_WORKER, f"10x{_NUM}"),  # always some, and few
+    P + 'reward_num_queued{runner="data.train.rewards.0.model",': (_WORKER, f"3x{_NUM}"),
     P + 'launcher_restarts_total{restarted="rollout-1",': (_LEARNER, f"0x{_NUM}"),
     P + "staleness_max{": (_LEARNER, f"1x{_NUM}"),
     P + "fleet_num_workers{": (_LEARNER, f"1x{_NUM}"),
@@ -254,6 +254,14 @@ def test_a_process_with_a_fixed_port_has_a_restart_loop_too(tmp_path: Path) -> N
     series = 'process_start_time_seconds{job="areal_rloo",instance="h:1",'
     restarts = {series: " ".join(f"{number}x15" for number in range(1, 12))}
     assert _run([_fires(_series(restarts), 40, {"RestartLoop"}, "at 40 min")], tmp_path) == ""
+
+
+def test_a_learner_has_a_restart_loop_before_its_last_restart(tmp_path: Path) -> None:
+    """It may restart twice (`launcher.max_learner_restarts`): then the run ends."""
+    series = 'process_start_time_seconds{job="areal_rloo",instance="h:1",'
+    once, twice = ({series: f"1x110 2x9 {second}x{_NUM - 121}"} for second in (2, 3))
+    asked = [_fires(_series(once), 40, set(), "once"), _fires(_series(twice), 40, {"RestartLoop"}, "twice")]
+    assert _run(asked, tmp_path) == ""
 
 
 def test_a_worker_that_dies_before_it_serves_metrics_has_a_restart_loop(tmp_path: Path) -> None:
