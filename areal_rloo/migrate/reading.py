@@ -150,6 +150,7 @@ def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
 def _of_python(tree: ast.Module) -> Script:
     reader = _PythonReader()
     reader.visit(tree)
+    reader.take_data(tree)
     script = Script()
     for calls in reader.calls.values():
         settings, doubtful = merged(calls)
@@ -169,28 +170,58 @@ class _PythonReader(ast.NodeVisitor):
         self.doubtful: set[str] = set()
         self._configs: set[str] = set()  # names of variables
         self._num_branches = 0
+        self._trained: str | None = None  # variable of the data set that the trainer gets
 
     def visit_Call(self, node: ast.Call) -> None:
         called = _name_of(node.func)
-        if called == "load_dataset" and node.args:
-            self._take("load_dataset", {"dataset_name": _dataset(node)}, is_first="load_dataset" not in self.calls)
+        if called in _TRAINERS:
+            given = {keyword.arg: keyword.value for keyword in node.keywords}
+            self._trained = _root(given["train_dataset"]) if "train_dataset" in given else None
         if called in (*_CONFIGS, *_TRAINERS, "LoraConfig"):
             self._take("trainer" if called in _TRAINERS else called, _keywords(node, called))
         self.generic_visit(node)
 
-    def _take(self, kind: str, settings: Settings, *, is_first: bool = True) -> None:
-        if is_first:
-            self.calls.setdefault(kind, []).append(settings)
-            self.doubtful.update(settings if self._num_branches else ())
+    def _take(self, kind: str, settings: Settings) -> None:
+        self.calls.setdefault(kind, []).append(settings)
+        self.doubtful.update(settings if self._num_branches else ())
+
+    def take_data(self, tree: ast.Module) -> None:
+        """Take the data set that the trainer gets, or the first one."""
+        sets: dict[str | None, ast.Call] = {}
+        for statement in ast.walk(tree):
+            if (
+                isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr | ast.Return)
+                and statement.value is not None
+            ):
+                names = statement.targets if isinstance(statement, ast.Assign) else []
+                calls = [call for call in ast.walk(statement.value) if isinstance(call, ast.Call)]
+                for call in calls:
+                    if _name_of(call.func) == "load_dataset" and call.args:
+                        sets.setdefault(_root(names[0]) if names else None, call)
+        if sets:
+            self.calls["load_dataset"] = [
+                {"dataset_name": _dataset(sets.get(self._trained, next(iter(sets.values()))))}
+            ]
 
     def visit_Assign(self, node: ast.Assign) -> None:
         self.generic_visit(node)
         for target in node.targets:
-            if isinstance(target, ast.Name) and isinstance(node.value, ast.Call):
-                self._configs |= {target.id} if _name_of(node.value.func) in _CONFIGS else set()
-            elif isinstance(target, ast.Attribute) and _name_of(target.value) in self._configs:
-                self.later[target.attr] = _literal(node.value)
-                self.doubtful |= {target.attr} if self._num_branches else set()
+            self._assign(target, node.value, _literal(node.value))
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self.generic_visit(node)
+        if node.value is not None:
+            self._assign(node.target, node.value, _literal(node.value))
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self._assign(node.target, node.value, Expression(ast.unparse(node)))
+
+    def _assign(self, target: ast.expr, value: ast.expr, literal: Any) -> None:
+        if isinstance(target, ast.Name) and isinstance(value, ast.Call):
+            self._configs |= {target.id} if _name_of(value.func) in _CONFIGS else set()
+        elif isinstance(target, ast.Attribute) and _name_of(target.value) in self._configs:
+            self.later[target.attr] = literal
+            self.doubtful |= {target.attr} if self._num_branches else set()
 
     def _visit_branch(self, node: ast.AST) -> None:
         is_main = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
@@ -198,7 +229,19 @@ class _PythonReader(ast.NodeVisitor):
         self.generic_visit(node)
         self._num_branches -= not is_main
 
-    visit_If = visit_For = visit_While = visit_Match = visit_IfExp = _visit_branch  # noqa: N815
+    visit_If = visit_For = visit_While = visit_Match = visit_IfExp = visit_Try = _visit_branch  # noqa: N815
+
+
+def _root(node: ast.expr) -> str | None:
+    """Return the name at the beginning of an expression such as `data["train"].map(f)`."""
+    while not isinstance(node, ast.Name):
+        if isinstance(node, ast.Attribute | ast.Subscript):
+            node = node.value
+        elif isinstance(node, ast.Call):
+            node = node.func
+        else:
+            return None
+    return node.id
 
 
 def _name_of(node: ast.expr) -> str:

@@ -27,9 +27,13 @@ _LITERAL = "\ue010"  # a `$` in single quotes
 _SPLIT = "\ue011"  # a space in the value of a variable outside of quotes: the shell begins another word there
 _PLAIN = {ord(mark): character for character, mark in {**_MARKS, "$": _LITERAL, " ": _SPLIT}.items()}
 _PLAIN[ord(_BARE)] = "$"
-_VARIABLE = re.compile(rf"[${_BARE}]\{{(\w+)(?:(:?)-([^{{}}]*))?\}}|[${_BARE}](\w+)")
+_VARIABLE = re.compile(rf"[${_BARE}]\{{(\w+)(?:(:?)[-=]([^{{}}]*))?\}}|[${_BARE}](\w+)")
+_ASSIGNED_DEFAULT = re.compile(r"\{(\w+):?=([^{}]*)\}")
 _ELEMENTS = re.compile(rf"[${_BARE}]\{{(\w+)\[[@*]\]\}}")
 _ARITHMETIC = re.compile(r"\$\(\(([^()$]*(?:\([^()$]*\)[^()$]*)*)\)\)")
+_TEXT = re.compile(
+    r"(<<-?[ \t]*['\"]?(\w+)['\"]?[^\n]*\n)(?:.*?\n)??[ \t]*\2[ \t]*(?=\n|$)", re.DOTALL
+)  # here-document
 _SPACED = re.compile(rf"\$[({_OPEN}]{{2}}[^$\n]*?[){_CLOSE}]{{2}}")  # arithmetic, before it is a word
 _UNREAD = re.compile(r"\$\{\w+(\[[@*]|:?\+)")  # of an array or an alternative: any number of words
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
@@ -106,6 +110,8 @@ class _Scope:
     def fill(self, line: Iterable[str], *, in_branch: bool) -> Iterator[tuple[str, bool]]:
         """Give the words of a line with all variables filled in, and if each is doubtful."""
         for word in line:
+            for name, default in _ASSIGNED_DEFAULT.findall(word):
+                self.variables.setdefault(name, default)
             if (elements := _ELEMENTS.fullmatch(word)) is not None and elements[1] in self.arrays:
                 yield from ((element, doubtful or in_branch) for element, doubtful in self.arrays[elements[1]])
                 continue
@@ -248,7 +254,8 @@ def _lines(text: str) -> Iterator[list[str]]:
         ValueError: a quotation or an array does not end.
     """
     text = _SPACED.sub(
-        lambda found: re.sub(r"[ \t]", "", found[0].translate(_PLAIN)), _prepared(text).replace("\\\n", " ")
+        lambda found: re.sub(r"[ \t]", "", found[0].translate(_PLAIN)),
+        _prepared(_TEXT.sub(r"\1", text)).replace("\\\n", " "),
     )
     lexer = shlex.shlex(text, posix=True, punctuation_chars="\n;")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""

@@ -28,6 +28,7 @@ _AGAIN = 20  # steps until a symptom is said again
 _OVER = 5  # steps without a symptom
 _TRUNCATED = 0.9  # share of trajectories
 _MASKED = 0.5  # share of tokens
+_FEW_SIGNALS = 0.9  # share of groups with equal rewards: fewer other groups are luck in a task that is too hard
 _CLIPPED = 10.0  # gradient norm over the limit
 _MISMATCH = 0.05  # nats a token
 _COLLAPSED = 0.1  # entropy over that of the first steps
@@ -208,7 +209,8 @@ class Health:
         if len(self._steps) >= self._in_a_row:
             yield from self._of_steps_in_a_row()
         if len(self._steps) >= num:
-            fell = last.reward_mean < first.reward_mean
+            had_signal = first.zero_variance_group_share < _FEW_SIGNALS
+            fell = had_signal and last.reward_mean < first.reward_mean
             earlier = f", {first.reward_mean:.3g} in step {first.policy_version}" if fell else ""
             yield _judged(
                 "no_signal",

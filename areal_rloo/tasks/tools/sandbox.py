@@ -217,10 +217,13 @@ class _Run:
         process = Path(f"/proc/{self._process.pid}")
         try:
             num_threads = sum(1 for _ in (process / "task").iterdir()) - 1
-            sizes = [one.st_blocks * 512 for one in _stats(self._scratch, follow=False)]
-            sizes += [one.st_blocks * 512 for one in _stats(process / "fd", follow=True) if one.st_nlink == 0]
+            files = [*_stats(self._scratch, follow=False)]
         except OSError:
             return ""  # the program ended during this check
+        with contextlib.suppress(OSError):  # only root can look: the program is locked against other processes
+            removed = {one.st_ino: one for one in _stats(process / "fd", follow=True) if one.st_nlink == 0}
+            files += removed.values()
+        sizes = [one.st_blocks * 512 for one in files]
         if num_threads > self._limits.max_threads:
             return f"more than {self._limits.max_threads} threads"
         if len(sizes) > _MOST_FILES or sum(sizes) > self._limits.max_file_bytes + len(sizes) * 4096:

@@ -41,6 +41,8 @@ trl grpo "${ARGS[@]}" "${EMPTY[@]}" --seed 1
     "joined": 'A="--beta 0.1"\nB=" --seed 5"\ntrl grpo $A$B',
     "redirected": "trl grpo 2>/dev/null --seed 5 2>&1",
     "backslashes": 'P="\\\\"\n# a comment\' here\ntrl grpo --seed 5 --run_name a\\ b',
+    "a text": "cat <<EOF > /dev/null\nSEED=4\nEOF\ntrl grpo --seed ${SEED:-5} --beta 0.1",
+    "a default": ': "${SEED:=5}"\ntrl grpo --seed $SEED',
     "for one command": "SEED=5\nSEED=4 true\nunset BETA\ntrl grpo --seed $SEED --beta ${BETA:-0.3}",
     "single quotes": "SEED=4\ntrl grpo --system 'costs $SEED'",
     "negative": "trl grpo --max_steps -1 --top_k -1 --epsilon -.5",
@@ -238,6 +240,9 @@ GRPOTrainer(model="org/m", args=args, train_dataset=dataset, reward_funcs=f).tra
         ("", "if __name__ == '__main__':\n    args.seed = 7", {"seed": 7}, set()),
         ("debug = GRPOConfig(learning_rate=1e-6, num_generations=8, per_device_train_batch_size=8, seed=3)", "",
          {"seed": 3}, {"seed"}),
+        ("", "try:\n    args.seed = 7\nexcept ImportError:\n    pass", {"seed": 7}, {"seed"}),
+        ("", "args.learning_rate *= 5", {"learning_rate": "args.learning_rate *= 5"}, set()),
+        ("other = load_dataset('org/other')", "", {"dataset_name": "openai/gsm8k"}, set()),
         ("", "args.seed = int(sys.argv[1])", {"seed": "int(sys.argv[1])"}, set()),
     ],
 )  # fmt: skip
@@ -249,6 +254,11 @@ def test_branches_and_later_assignments_of_python_count(
     assert given.doubtful == doubtful
     assert doubtful <= by_hand(given).keys()
     assert "beta" not in given.settings
+
+
+def test_an_annotated_config_is_a_config(tmp_path: Path) -> None:
+    script = PYTHON.format(before="", after="args.seed: int = 7").replace("args = ", "args: GRPOConfig = ")
+    assert found("train.py", tmp_path, script).settings["seed"] == 7
 
 
 def test_a_config_in_a_branch_is_doubtful(tmp_path: Path) -> None:

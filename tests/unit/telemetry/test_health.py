@@ -103,6 +103,7 @@ def test_a_symptom_that_lasts_is_said_again_after_twice_the_time(make_train_reco
         ("truncated", {"truncated_share": 1.0}, "limit; raise rollout.sampling.max_new_tokens"),
         ("no_signal", {}, "(mean reward 0, 0.5 in step 1), so the advantages are 0; lower learner.optimizer.learning_"),
         ("no_signal", {}, "(mean reward 0), so the advantages are 0; look at trajectories"),
+        ("no_signal", {"reward_mean": 0.7}, "(mean reward 0.7), so the advantages are 0; look at trajectories"),
     ],
 )
 def test_a_remedy_depends_on_the_first_step(
