@@ -28,6 +28,7 @@ Settings = dict[str, Any]
 _MOST_BYTES = 2**18
 _INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 _BUILDERS = ("json", "csv", "parquet", "text")  # `load_dataset` reads files with them
+_CHANGES = ("map", "filter", "select", "take", "train_test_split")  # of the rows of a set
 _CONFIGS = ("RLOOConfig", "GRPOConfig")
 _TRAINERS = ("RLOOTrainer", "GRPOTrainer")
 _MOST_DEPTH = 20
@@ -43,7 +44,7 @@ class Found(msgspec.Struct, frozen=True):
         variables: of a shell script.
         doubtful: settings whose value depends on a branch of a script.
         others: commands of a shell script whose settings are left out, because another command trains.
-        unread: words of a shell script that may stand for several others.
+        unread: words of a shell script, each for an unknown number of others.
         text: of the file.
     """
 
@@ -81,7 +82,7 @@ def read(path: Path, system: System | None = None) -> Found:
     if found is None or not settings:
         raise DataError(
             f"{path}: expected settings of AReaL (YAML), verl (command or YAML), TRL or ms-swift (script or YAML), "
-            "found none; name the system with --from"
+            f"found none; name the system with --from{script_in(text)}"
         )
     if found == "verl":  # options with dashes are of programs that start it
         settings = {name: value for name, value in settings.items() if "." in name}
@@ -94,6 +95,12 @@ def read(path: Path, system: System | None = None) -> Found:
         unread=tuple(script.unread),
         text=text,
     )
+
+
+def script_in(text: str) -> str:
+    """Advise to read the Python script behind a shell script, if there is one."""
+    named = re.search(r"[\w./-]+\.py\b", text)
+    return "" if named is None else f"; the settings may be in {named[0]}: areal-rloo migrate {named[0]} --processes N"
 
 
 def _system_of(text: str, settings: Settings) -> System | None:
@@ -148,7 +155,7 @@ def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _of_python(tree: ast.Module) -> Script:
-    reader = _PythonReader()
+    reader, tree = _PythonReader(), _Constants(tree).visit(tree)
     reader.visit(tree)
     reader.take_data(tree)
     script = Script()
@@ -161,6 +168,23 @@ def _of_python(tree: ast.Module) -> Script:
     return script
 
 
+class _Constants(ast.NodeTransformer):
+    """Puts literals in the place of the names that a module gives them, once and for all."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        given = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+        self._constants = {
+            target.id: node.value
+            for node in tree.body
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+            for target in node.targets
+            if isinstance(target, ast.Name) and given.count(target.id) == 1
+        }
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self._constants.get(node.id, node) if isinstance(node.ctx, ast.Load) else node
+
+
 class _PythonReader(ast.NodeVisitor):
     """Collects the settings of a script: of each call by the name of the class, and of the assignments after it."""
 
@@ -170,7 +194,7 @@ class _PythonReader(ast.NodeVisitor):
         self.doubtful: set[str] = set()
         self._configs: set[str] = set()  # names of variables
         self._num_branches = 0
-        self._trained: str | None = None  # variable of the data set that the trainer gets
+        self._trained: str | None = None  # variable of the data set
 
     def visit_Call(self, node: ast.Call) -> None:
         called = _name_of(node.func)
@@ -186,8 +210,9 @@ class _PythonReader(ast.NodeVisitor):
         self.doubtful.update(settings if self._num_branches else ())
 
     def take_data(self, tree: ast.Module) -> None:
-        """Take the data set that the trainer gets, or the first one."""
+        """Take the data set of the trainer, or the first one."""
         sets: dict[str | None, ast.Call] = {}
+        changes: list[str] = []
         for statement in ast.walk(tree):
             if (
                 isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr | ast.Return)
@@ -198,6 +223,10 @@ class _PythonReader(ast.NodeVisitor):
                 for call in calls:
                     if _name_of(call.func) == "load_dataset" and call.args:
                         sets.setdefault(_root(names[0]) if names else None, call)
+                    elif isinstance(call.func, ast.Attribute) and call.func.attr in _CHANGES:
+                        changes.append(call.func.attr)
+        if changes and sets:
+            self.later["dataset_changes"] = sorted(set(changes))
         if sets:
             self.calls["load_dataset"] = [
                 {"dataset_name": _dataset(sets.get(self._trained, next(iter(sets.values()))))}

@@ -67,7 +67,7 @@ class Script:
 
     Attributes:
         others: the commands whose settings are left out, because another command trains.
-        unread: words of the training that may stand for several others.
+        unread: words of the training, each for an unknown number of others.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Script:
 
 @dataclass(slots=True)
 class _Command:
-    """The settings of a command, its other words, and the variables set for this command alone."""
+    """The settings of a command, the other words, and the variables set for this command alone."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     doubtful: set[str] = field(default_factory=set)
@@ -122,7 +122,7 @@ class _Scope:
                 yield part.translate(_PLAIN), in_branch or bool(used & self.chosen)
 
     def restore(self, before: dict[str, str], names: Iterable[str]) -> None:
-        """Give these variables the values that they had before."""
+        """Give these variables the values of before."""
         for name in names:
             self.variables.pop(name)
             self.variables |= {name: before[name]} if name in before else {}
@@ -188,7 +188,7 @@ def _elements(first: str, rest: Sequence[str]) -> Iterator[str]:
 
 
 def _read_line(line: list[str], scope: _Scope, *, in_branch: bool, is_conditional: bool) -> _Command:
-    """Read a command; `is_conditional`: it follows `&&` or `||`, so what it assigns depends on another command."""
+    """Read a command; `is_conditional`: after `&&` or `||`, so an assignment depends on another command."""
     command, name = _Command(), ""  # of the option whose values follow
     settings, before = command.settings, dict(scope.variables)
     for word, doubtful in scope.fill(_without_redirections(line), in_branch=in_branch):

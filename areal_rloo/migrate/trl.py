@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from areal_rloo.errors import DataError
-from areal_rloo.migrate.reading import Found
+from areal_rloo.migrate.reading import Found, script_in
 from areal_rloo.migrate.rules import (
     DEFAULT,
     SPEED,
@@ -67,7 +67,10 @@ def with_algorithm(found: Found, given: Options) -> Options:
             "num_ppo_epochs to num_iterations, and total_episodes to num_train_epochs or max_steps"
         )
     if len(kinds) != 1:
-        raise DataError("expected a file for RLOO or GRPO, such as `trl rloo` or RLOOConfig(...), found neither")
+        raise DataError(
+            "expected a file for RLOO or GRPO, such as `trl rloo` or RLOOConfig(...), found neither"
+            f"{script_in(found.text)}"
+        )
     return given | {"trainer": f"{kinds.pop().upper()}Trainer"}
 
 
@@ -280,6 +283,7 @@ RULES: Mapping[str, Rule] = {
     **each("dataset dataset_name", Rule(_data, "prompts of the original set", decides=True)),
     "train_dataset": Rule(_named, "with the name of the data set", decides=True),
     "eval_dataset": absent("with the name of the data set"),
+    "dataset_changes": by_hand("the script changes the rows: data.train.fields, data.system_prompt, or a file of them"),
     "val_dataset": made(_held_out),
     "dataset_*": by_hand("data.train.hub, data.train.hub_split, data.train.fields"),
     "split_dataset_ratio": by_hand("data.eval names an evaluation set"),

@@ -22,10 +22,10 @@ from areal_rloo.files import write_atomically
 from areal_rloo.inspect.shown import document, number
 from areal_rloo.learner.stretches import breaks_of
 from areal_rloo.report.charts import Curve, Point, line_chart
-from areal_rloo.report.curves import STYLE, by_set, curve_name, drawn, points, result_field
+from areal_rloo.report.curves import STYLE, by_set, curve_name, drawn, points
 from areal_rloo.telemetry.metric import Declared
 from areal_rloo.telemetry.metrics import read_records
-from areal_rloo.telemetry.records import EvalRecord, TrainRecord
+from areal_rloo.telemetry.records import EvalRecord, TrainRecord, result_field
 
 _MOST_KEYS = 3  # in the name of a setting
 _LAST_STEPS = 10

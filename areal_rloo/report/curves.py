@@ -49,11 +49,6 @@ def curve_name(declared: Declared) -> str:
     return declared.metric.curve or declared.field.replace("_", " ")
 
 
-def result_field(evaluations: Sequence[EvalRecord]) -> str:
-    """Name the field for the quality of a policy: `accuracy` if each reward was 0 or 1, else `reward`."""
-    return "accuracy" if all(record.result[0] == "accuracy" for record in evaluations) else "reward"
-
-
 def by_set(evaluations: Sequence[EvalRecord]) -> dict[str, list[EvalRecord]]:
     """Give the evaluations of each held-out set, in the order of versions."""
     sets: dict[str, list[EvalRecord]] = {record.name: [] for record in evaluations}

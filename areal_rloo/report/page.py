@@ -23,7 +23,7 @@ from areal_rloo.inspect.shown import document
 from areal_rloo.learner.checkpoint_folder import folder_of, standing
 from areal_rloo.learner.stretches import Stretch, breaks_of, read_stretches
 from areal_rloo.report.charts import Curve, histogram, line_chart, stacked_chart
-from areal_rloo.report.curves import STYLE, by_set, curve_name, drawn, points, result_field
+from areal_rloo.report.curves import STYLE, by_set, curve_name, drawn, points
 from areal_rloo.report.recorded import best_and_worst, length_chart, read_recorded
 from areal_rloo.report.timeline import Lasted, timeline
 from areal_rloo.telemetry.code_state import STARTS_NAME
@@ -31,7 +31,7 @@ from areal_rloo.telemetry.health import Health
 from areal_rloo.telemetry.metric import Declared, declared_metrics, healthy_range
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.own_code import recorded_own_code
-from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
+from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord, result_field
 from areal_rloo.telemetry.trace import FOLDER_NAME
 from areal_rloo.telemetry.trajectories import FILE_NAME, read_trajectories
 from areal_rloo.trace.perfetto import write_perfetto

@@ -19,7 +19,7 @@ import msgspec
 
 from areal_rloo.config import Config
 from areal_rloo.telemetry.metric import Metric
-from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
+from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord, result_field
 
 _IN_A_ROW, _SAMPLES = 3, 100  # steps: one alone can be chance, and so can few samples
 _RECENT, _GROUPS = 5, 100  # steps of a mean, with at least so many groups
@@ -263,6 +263,9 @@ class Health:
 
     def _of_means(self) -> Iterator[_Judgement]:
         masked, mismatch = self._mean("masked_token_share"), self._mean("mismatch_abs_mean")
+        began = _mean_of(_finite(step.mismatch_abs_mean for step in self._first))
+        earlier = f", and by {began:.3g} in the first steps" if began <= _MISMATCH else ""
+        worse = "if the policy got worse, too, lower learner.optimizer.learning_rate; else "
         yield _judged(
             "stale",
             masked >= _MASKED,
@@ -273,8 +276,8 @@ class Health:
         yield _judged(
             "mismatch",
             mismatch > _MISMATCH,
-            f"engine and learner differ by {mismatch:.3g} nats a token at the same version",
-            "compare their dtypes, sampling and attention; see docs/engines.md",
+            f"engine and learner differ by {mismatch:.3g} nats a token at the same version{earlier}",
+            f"{worse if earlier else ''}compare their dtypes, sampling and attention; see docs/engines.md",
         )
 
     def _of_a_window(self) -> Iterator[_Judgement]:
@@ -355,7 +358,8 @@ def _fallen(evaluations: Sequence[EvalRecord]) -> Iterator[_Judgement]:
     yield _judged(
         "accuracy_fell",
         all(falls),
-        f"the {last.result[0]} on {best.name} fell from {best.reward:.3f} (version {version}) to {last.reward:.3f}",
+        f"the {result_field([best, last])} on {best.name} fell from {best.reward:.3f} (version {version}) to "
+        f"{last.reward:.3f}",
         f"start again with a lower learner.optimizer.learning_rate{back if version else ''}",
     )
 

@@ -7,6 +7,7 @@ docs/metrics.md follow from the declaration.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -228,3 +229,8 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 
 
 Record = TrainRecord | EvalRecord
+
+
+def result_field(evaluations: Sequence[EvalRecord]) -> str:
+    """Name the field for the quality of a policy: `accuracy` if each reward was 0 or 1, else `reward`."""
+    return "accuracy" if all(record.result[0] == "accuracy" for record in evaluations) else "reward"

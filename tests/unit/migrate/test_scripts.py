@@ -256,6 +256,31 @@ def test_branches_and_later_assignments_of_python_count(
     assert "beta" not in given.settings
 
 
+def test_a_name_of_a_literal_is_a_value(tmp_path: Path) -> None:
+    constants = "MODEL = 'org/n'\nLR = 2e-6\nTWICE = 1\nTWICE = 2"
+    script = (
+        PYTHON.format(before=constants, after="args.seed = TWICE").replace("1e-6", "LR").replace("'org/m'", "MODEL")
+    )
+    settings = found("train.py", tmp_path, script.replace('"org/m"', "MODEL")).settings
+    assert (settings["model"], settings["learning_rate"], settings["seed"]) == ("org/n", 2e-6, "TWICE")
+
+
+def test_rows_that_a_script_changes_are_for_the_user(tmp_path: Path) -> None:
+    script = PYTHON.format(before="", after="").replace('"main")', '"main").filter(f).map(g)')
+    given = found("train.py", tmp_path, script)
+    assert given.settings["dataset_changes"] == ["filter", "map"]
+    assert "data.system_prompt" in by_hand(given)["dataset_changes"]
+
+
+def test_a_shell_script_without_settings_names_the_script_that_has_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options in ("", "--num_generations 8 --learning_rate 1e-6"):
+        (tmp_path / "run.sh").write_text(f"accelerate launch src/train.py {options}")
+        assert main(["migrate", str(tmp_path / "run.sh")]) == 2
+        assert "areal-rloo migrate src/train.py --processes N" in capsys.readouterr().err
+
+
 def test_an_annotated_config_is_a_config(tmp_path: Path) -> None:
     script = PYTHON.format(before="", after="args.seed: int = 7").replace("args = ", "args: GRPOConfig = ")
     assert found("train.py", tmp_path, script).settings["seed"] == 7
