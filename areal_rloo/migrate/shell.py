@@ -31,9 +31,7 @@ _VARIABLE = re.compile(rf"[${_BARE}]\{{(\w+)(?:(:?)[-=]([^{{}}]*))?\}}|[${_BARE}
 _ASSIGNED_DEFAULT = re.compile(r"\{(\w+):?=([^{}]*)\}")
 _ELEMENTS = re.compile(rf"[${_BARE}]\{{(\w+)\[[@*]\]\}}")
 _ARITHMETIC = re.compile(r"\$\(\(([^()$]*(?:\([^()$]*\)[^()$]*)*)\)\)")
-_TEXT = re.compile(
-    r"(<<-?[ \t]*['\"]?(\w+)['\"]?[^\n]*\n)(?:.*?\n)??[ \t]*\2[ \t]*(?=\n|$)", re.DOTALL
-)  # here-document
+_HERE = re.compile(r"(<<-?[ \t]*['\"]?(\w+)['\"]?[^\n]*\n)(?:[^\n]*\n){0,99}?[ \t]*\2[ \t]*(?=\n|$)")  # a document
 _SPACED = re.compile(rf"\$[({_OPEN}]{{2}}[^$\n]*?[){_CLOSE}]{{2}}")  # arithmetic, before it is a word
 _UNREAD = re.compile(r"\$\{\w+(\[[@*]|:?\+)")  # of an array or an alternative: any number of words
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
@@ -124,7 +122,7 @@ class _Scope:
     def restore(self, before: dict[str, str], names: Iterable[str]) -> None:
         """Give these variables the values of before."""
         for name in names:
-            self.variables.pop(name)
+            self.variables.pop(name, None)
             self.variables |= {name: before[name]} if name in before else {}
 
 
@@ -143,7 +141,7 @@ def read_shell(text: str) -> Script:
         for name in line[1:] if line[0] == "unset" else ():
             scope.variables.pop(name, None)
         is_after = line[0] in (_AND, _OR)  # another command decides if the array is set
-        if (array := _ARRAY.fullmatch(line[is_after])) is not None:
+        if (array := _ARRAY.fullmatch("".join(line[is_after : is_after + 1]))) is not None:
             before = scope.arrays.get(array[1], []) if array[2] else []
             words = _elements(array[3], line[is_after + 1 :])
             scope.arrays[array[1]] = [*before, *scope.fill(words, in_branch=in_branch or is_after)]
@@ -209,7 +207,7 @@ def _read_line(line: list[str], scope: _Scope, *, in_branch: bool, is_conditiona
         elif not name and (assigned := _ASSIGNMENT.fullmatch(word)) is not None:
             scope.assign(assigned[1], assigned[3], adds=bool(assigned[2]), doubtful=doubtful or is_conditional)
             if not command.words and not settings:
-                command.environment[assigned[1]] = scope.variables[assigned[1]]
+                command.environment[assigned[1]] = scope.variables.get(assigned[1], "")
         elif name and not re.match(r"-(?![\d.])", word) and not _is_program(word, settings[name]):
             setting = name
             settings[name] = _with(settings[name], typed(word))
@@ -255,7 +253,7 @@ def _lines(text: str) -> Iterator[list[str]]:
     """
     text = _SPACED.sub(
         lambda found: re.sub(r"[ \t]", "", found[0].translate(_PLAIN)),
-        _prepared(_TEXT.sub(r"\1", text)).replace("\\\n", " "),
+        _prepared(_HERE.sub(r"\1", text)).replace("\\\n", " "),
     )
     lexer = shlex.shlex(text, posix=True, punctuation_chars="\n;")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
