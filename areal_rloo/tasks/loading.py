@@ -185,6 +185,11 @@ def hub_datasets(data: DataConfig) -> Iterator[tuple[str, str]]:
                 yield f"{key}.{'hub' if source.hub else 'path'}", name
 
 
+def _no_file(path: str) -> str:
+    """Say from which folder a relative path is read: that of this program, not that of the run."""
+    return "no such file" if Path(path).is_absolute() else f"no such file, seen from {Path.cwd()}"
+
+
 def _check_sources(sources: Sequence[tuple[str, ConfiguredSource]], split: Split, most_bytes: int) -> Looked:
     looked: Looked = {}
     for key, source in sources:
@@ -194,7 +199,7 @@ def _check_sources(sources: Sequence[tuple[str, ConfiguredSource]], split: Split
             if path is not None and not Path(path).is_file():
                 is_folder = Path(path).is_dir()
                 raise DataError(
-                    f"{key}.{name}: {path}: {'expected a file, got a folder' if is_folder else 'no such file'}"
+                    f"{key}.{name}: {path}: {'expected a file, got a folder' if is_folder else _no_file(path)}"
                 )
         if _is_looked_at(source, task):
             items = _items(key, task, source, split)

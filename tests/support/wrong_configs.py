@@ -202,7 +202,10 @@ BY_HAND = [
     ("data.train.task=arithmetik", "data.train.task: unknown task 'arithmetik'; did you mean 'arithmetic'?"),
     ("data.train.task=no.py:Task", "data.train.task: no.py cannot be imported"),
     ("data.train.path=x.jsonl", "data.train.path: the task arithmetic generates its items"),
-    ("data.train={task: gsm8k, path: no.jsonl} & data.eval={task: gsm8k}", "data.train.path: no.jsonl: no such file"),
+    (
+        "data.train={task: gsm8k, path: no.jsonl} & data.eval={task: gsm8k}",
+        "data.train.path: no.jsonl: no such file, seen from /",
+    ),
     (f"data.train={{task: gsm8k, path: {'a' * 300}}}", "data.train.path: expected a path of at most"),
     ("data.train={task: gsm8k, path: /}", "data.train.path: /: expected a file, got a folder"),
     ("data.train=[]", "data.train: expected at least one source"),
