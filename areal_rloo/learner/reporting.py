@@ -308,8 +308,8 @@ def _step_times_s(records: Iterable[Record]) -> Iterator[float]:
 
 def _long_s(steps_s: Iterable[float]) -> float:
     """Return the second longest step; the longest of two, because the first one is assumed."""
-    *_, second, longest = sorted([0.0, *steps_s])
-    return longest if len([*steps_s]) < 3 else second
+    ordered = sorted(steps_s)
+    return ordered[-1] if len(ordered) < 3 else ordered[-2]
 
 
 def _log_error(written: Future[None]) -> None:

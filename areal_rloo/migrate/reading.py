@@ -213,18 +213,11 @@ class _PythonReader(ast.NodeVisitor):
         """Take the data set of the trainer, or the first one."""
         sets: dict[str | None, ast.Call] = {}
         changes: list[str] = []
-        for statement in ast.walk(tree):
-            if (
-                isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr | ast.Return)
-                and statement.value is not None
-            ):
-                names = statement.targets if isinstance(statement, ast.Assign) else []
-                calls = [call for call in ast.walk(statement.value) if isinstance(call, ast.Call)]
-                for call in calls:
-                    if _name_of(call.func) == "load_dataset" and call.args:
-                        sets.setdefault(_root(names[0]) if names else None, call)
-                    elif isinstance(call.func, ast.Attribute) and call.func.attr in _CHANGES:
-                        changes.append(call.func.attr)
+        for variable, call in _calls(tree):
+            if _name_of(call.func) == "load_dataset" and call.args:
+                sets.setdefault(variable, call)
+            elif isinstance(call.func, ast.Attribute) and call.func.attr in _CHANGES:
+                changes.append(call.func.attr)
         if changes and sets:
             self.later["dataset_changes"] = sorted(set(changes))
         if sets:
@@ -259,6 +252,14 @@ class _PythonReader(ast.NodeVisitor):
         self._num_branches -= not is_main
 
     visit_If = visit_For = visit_While = visit_Match = visit_IfExp = visit_Try = _visit_branch  # noqa: N815
+
+
+def _calls(tree: ast.Module) -> Iterator[tuple[str | None, ast.Call]]:
+    """Give the calls in the statements of a script, each with the assigned variable."""
+    for statement in ast.walk(tree):
+        if isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr | ast.Return) and statement.value is not None:
+            variable = _root(statement.targets[0]) if isinstance(statement, ast.Assign) else None
+            yield from ((variable, call) for call in ast.walk(statement.value) if isinstance(call, ast.Call))
 
 
 def _root(node: ast.expr) -> str | None:

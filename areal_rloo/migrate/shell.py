@@ -281,7 +281,7 @@ def _lines(text: str) -> Iterator[list[str]]:
 
 
 def _prepared(text: str) -> str:
-    """Remove comments, which begin with `#` at the beginning of a word; mark variables. Both are outside of quotes."""
+    """Outside of quotes, remove comments (`#` at the beginning of a word), and mark the characters of `_SYNTAX`."""
     kept, quote, before = [], "", "\n"
     in_comment = is_escaped = False
     for character, following in zip(text, f"{text}\n"[1:], strict=True):
