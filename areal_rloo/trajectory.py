@@ -123,7 +123,7 @@ class Trajectory(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 def longest_row(trajectories: Iterable[Trajectory]) -> int:
     """Return the tokens of the longest as a row of the learner; the last token of a row predicts nothing."""
-    return max((trajectory.num_tokens - 1 for trajectory in trajectories), default=0)
+    return max([trajectory.num_tokens for trajectory in trajectories], default=1) - 1
 
 
 class Group(msgspec.Struct, frozen=True, eq=False, gc=False):

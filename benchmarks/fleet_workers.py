@@ -34,6 +34,7 @@ from areal_rloo.wire.messages import Ack, Duty, Failed, Lease, Results, Work
 
 _NUM_SHAPES = 64  # trajectories drawn before; samples take them in turn
 _AHEAD = 256  # samples without an acknowledgement, beyond which a worker without a rate waits
+_MOST_VERSIONS = 16  # of the shapes; a worker has one of the newest
 _LONGEST = 4096
 _DECODE_STEP_S = 0.02
 _PATIENCE_S = 60.0
@@ -81,7 +82,7 @@ class SyntheticWorker:
     """A worker without an engine."""
 
     def __init__(
-        self, load: Load, context: Any, name: str, incarnation: int, shapes: list[Trajectory], measured: Measured
+        self, load: Load, context: Any, name: str, incarnation: int, shapes: Shapes, measured: Measured
     ) -> None:
         self._load, self._shapes, self._measured = load, shapes, measured
         address: Address = read_address(load.endpoint, keys=Path(load.keys), end="worker")
@@ -100,7 +101,6 @@ class SyntheticWorker:
         self._version, self._num_tokens = 0, 0
         self._held: deque[tuple[Duty, Lease]] = deque()
         self._begun: tuple[Lease | None, Any] = (None, None)  # the lease of the last sample, and its prompt
-        self._of_version, self._completions = -1, dict[int, Completion]()
         self._ended_s: dict[Duty, float] = {}
         self._sent_s: dict[int, list[float]] = {}  # ends of the samples in each message
         self._num_unacknowledged = 0
@@ -171,7 +171,7 @@ class SyntheticWorker:
             self._protocol.fail(Failed(*duty, "episode_error", "", "", 0), 0)
             return
         self._next = (self._next + 1) % _NUM_SHAPES
-        completion = self._completion(self._next)
+        completion = self._shapes.completion(self._next, self._version)
         if lease is not self._begun[0]:
             self._begun = lease, np.array(lease.prompt_tokens, np.int32)
         self._num_tokens += len(completion.tokens)
@@ -180,16 +180,24 @@ class SyntheticWorker:
         made = Trajectory(*duty.sample_id, self._begun[1], completion, self._random.random())
         self._protocol.finish(duty, [made], 12 * len(completion.tokens))
 
-    def _completion(self, index: int) -> Completion:
-        """Return a shape, all tokens of the newest version."""
-        if self._of_version != self._version:
-            self._of_version, self._completions = self._version, {}
-        if (made := self._completions.get(index)) is None:
-            shape = self._shapes[index].completion
-            versions = np.full(len(shape.tokens), self._version, np.int32)
-            made = Completion(shape.tokens, shape.behaviour_logprobs, versions, "stop")
-            self._completions[index] = made
-        return made
+
+class Shapes:
+    """The completions that the samples of all workers take in turn, drawn before."""
+
+    def __init__(self, median_tokens: int) -> None:
+        self._shapes = [trajectory.completion for trajectory in _drawn_shapes(median_tokens)]
+        self._of_versions: dict[int, list[Completion]] = {}
+
+    def completion(self, index: int, version: int) -> Completion:
+        """Return a shape, all tokens of this version."""
+        if (made := self._of_versions.get(version)) is None:
+            made = [
+                msgspec.structs.replace(each, versions=np.full_like(each.versions, version)) for each in self._shapes
+            ]
+            if len(self._of_versions) == _MOST_VERSIONS:
+                del self._of_versions[next(iter(self._of_versions))]
+            self._of_versions[version] = made
+        return made[index]
 
 
 class Workers:
@@ -197,7 +205,7 @@ class Workers:
 
     def __init__(self, load: Load) -> None:
         self._load, self._measured = load, Measured([])
-        self._shapes = _drawn_shapes(load.median_tokens)
+        self._shapes = Shapes(load.median_tokens)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 2 * load.num_workers + 64)  # the default is 1023
         self._poller = zmq.Poller()

@@ -94,6 +94,13 @@ class Buffer:
         trace.record("intake", "taken", groups=list(self._taken), step=policy_version + 1)
         return [self._ledger.begin_training(group_id) for group_id in self._taken]
 
+    def upcoming(self, policy_version: int) -> list[Group] | None:
+        """Return the batch of this later version if no earlier group is complete by then; None if not known."""
+        first = self._ready.first_of(self._new, self._groups_per_step)
+        if len(first) < self._groups_per_step or first[0].deadline < policy_version:  # some of it may be stale then
+            return None
+        return [group.group for group in sorted(first, key=lambda group: group.group_id)]
+
     def trained(self) -> None:
         """Count the batch taken last as trained."""
         self._trained = [self._ledger.train_group(group_id) for group_id in self._taken]

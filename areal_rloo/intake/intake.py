@@ -68,9 +68,9 @@ class Intake:
         self._wire, self._lease_timeout_s = config.wire, config.lease_timeout_s
         self._num_partials_calls = 0
         note = None if stream.curriculum is None else stream.curriculum.note
-        self._buffer = Buffer(ledger, config=config, give_back=stream.give_back, group_filter=group_filter, note=note)
+        self.buffer = Buffer(ledger, config=config, give_back=stream.give_back, group_filter=group_filter, note=note)
         self._leasing = Leasing(
-            config=config, ledger=ledger, fleet=self.fleet, buffer=self._buffer, stream=stream, evaluation=evaluation
+            config=config, ledger=ledger, fleet=self.fleet, buffer=self.buffer, stream=stream, evaluation=evaluation
         )
         self._answers = Answers(
             fleet=self.fleet,
@@ -127,7 +127,7 @@ class Intake:
 
     def take_batch(self) -> list[Group] | None:
         """Take the batch of the step at the current version; None while the batch is not complete."""
-        return None if self.draining else self._buffer.take(self._policy_version, last=self.stream.exhausted)
+        return None if self.draining else self.buffer.take(self._policy_version, last=self.stream.exhausted)
 
     @property
     def lies(self) -> Lies:
@@ -141,14 +141,14 @@ class Intake:
 
     def commit(self, policy_version: int, *, evaluate: bool, published: bool = True) -> list[Outgoing]:
         """Make a version current: count the batch taken last as trained, move admission on."""
-        self._buffer.trained()
+        self.buffer.trained()
         self._policy_version = policy_version
         self._published = policy_version if published else self._published
         return self.evaluate() if evaluate else self.grants()
 
     def refuse_batch(self, reason: str) -> list[Outgoing]:
         """Drop the batch taken last, for this reason."""
-        self._buffer.refused(reason)
+        self.buffer.refused(reason)
         return self.grants()
 
     def evaluate(self) -> list[Outgoing]:
@@ -194,7 +194,7 @@ class Intake:
         """Describe the current state for a log line about a wait."""
         dropped = ", ".join(f"{n} {reason}" for reason, n in self.ledger.counts().dropped.items())
         return (
-            f"{self._buffer.num_ready} groups ready; samples dropped so far: {dropped or 'none'}; "
+            f"{self.buffer.num_ready} groups ready; samples dropped so far: {dropped or 'none'}; "
             f"{self.fleet.describe(now_s)}"
         )
 
@@ -209,7 +209,7 @@ class Intake:
             case wire.Results():
                 num_duties, num_train = (0, 0) if worker is None else (len(worker.duties), worker.num_train)
                 in_vain = self._answers.take_results(Sender(peer, name, worker), message, self._published)
-                self._buffer.free(len(message.finished))
+                self.buffer.free(len(message.finished))
                 aborts = [Outgoing(other.peer, wire.Abort(self.learner_id, (duty,))) for other, duty in in_vain]
                 replies = [Outgoing(peer, wire.Ack(message.number)), *aborts, *self._cut_off(peer)]
                 if worker is not None and self.fleet.at(peer) is worker:

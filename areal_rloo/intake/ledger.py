@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from areal_rloo.intake.prompts import Prompt
@@ -25,6 +26,7 @@ from areal_rloo.telemetry.records import LedgerCounts
 from areal_rloo.trajectory import Group, SampleId, Trajectory
 from areal_rloo.wire.turns import num_tokens_of, num_written
 
+_TRAJECTORIES = attrgetter("trajectories")
 _MOST_DROPS = 256  # kept for inspection; all are counted
 _MOST_REASONS = 128  # in a checkpoint: ours, and the limited number of those that workers send
 _MOST_LEASES = 16  # of a sample, remembered to recognize late results
@@ -105,17 +107,12 @@ class LedgerGroup:
 
     @property
     def complete(self) -> bool:
-        return all(sample.trajectories for sample in self.samples.values())
+        return all(map(_TRAJECTORIES, self.samples.values()))  # after each sample: no generator of Python's
 
     @property
     def waiting(self) -> tuple[int, ...]:
         """The indices of the samples that wait for a lease."""
         return tuple(i for i, sample in self.samples.items() if sample.worker_id is None and not sample.trajectories)
-
-    @property
-    def num_missing(self) -> int:
-        """Number of samples without trajectories."""
-        return sum(not sample.trajectories for sample in self.samples.values())
 
     @property
     def group(self) -> Group:
@@ -263,11 +260,3 @@ class Ledger:
         arrived = sum(num_written(trajectory.completion) for trajectory in sample.trajectories)
         if known := arrived or num_tokens or num_tokens_of(sample.partial):
             self.totals.dropped_tokens[reason] += known
-
-
-def by_sample(trajectories: Iterable[Trajectory]) -> dict[SampleId, tuple[Trajectory, ...]]:
-    """Map each sample to the trajectories of the sample, in order."""
-    samples: dict[SampleId, list[Trajectory]] = {}
-    for trajectory in trajectories:
-        samples.setdefault(trajectory.sample_id, []).append(trajectory)
-    return {sample_id: tuple(made) for sample_id, made in samples.items()}

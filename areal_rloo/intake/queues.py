@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain
 
 from areal_rloo.intake.fleet import Fleet, Worker
 from areal_rloo.intake.ledger import LedgerGroup
@@ -36,6 +37,11 @@ class GroupQueue:
     @property
     def first(self) -> LedgerGroup:
         return self._groups[self._heap[0][1]]
+
+    def first_of(self, others: Iterable[LedgerGroup], number: int) -> list[LedgerGroup]:
+        """Return the first groups of the queue and the others together; the queue stays as it is."""
+        groups = chain(self._groups.values(), others)
+        return heapq.nsmallest(number, groups, key=lambda group: (group.deadline, group.group_id))
 
     def push(self, group: LedgerGroup) -> None:
         if group.group_id not in self._groups:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from areal_rloo.algorithm.staleness import deadline
 from areal_rloo.config import Config
-from areal_rloo.intake.ledger import Ledger
+from areal_rloo.intake.ledger import Ledger, LedgerGroup
 from areal_rloo.trajectory import longest_row
 
 REASON = "options_changed"
@@ -34,8 +34,7 @@ def refit(
             due = deadline(admission_version=group.admission_version, max_staleness=algorithm.max_staleness)
             ledger.set_deadline(group, due)
     num_kept = num_dropped = 0
-    by_deadline = sorted(ledger.groups.values(), key=lambda group: (group.deadline, group.num_missing, group.group_id))
-    for group in by_deadline:
+    for group in sorted(ledger.groups.values(), key=_order):
         num_steps = min(group.deadline, learner.num_train_steps - 1) - policy_version + 1
         in_time = len(group.samples) >= algorithm.least_group and num_kept < num_steps * learner.groups_per_step
         longest = max((longest_row(sample.trajectories) for sample in group.samples.values()), default=0)
@@ -46,6 +45,12 @@ def refit(
         give_back(group.prompt.epoch, group.prompt.item_index)
         num_dropped += 1
     return num_dropped
+
+
+def _order(group: LedgerGroup) -> tuple[int, int, int]:
+    """Return the deadline, the number of samples without trajectories, and the id."""
+    num_missing = sum(not sample.trajectories for sample in group.samples.values())
+    return group.deadline, num_missing, group.group_id
 
 
 def _deciding(config: Config) -> tuple[object, ...]:

@@ -46,7 +46,7 @@ class RewardFailures:
         self._outcomes.append(False)
         if standing is not None:
             standing.failed.append(False)
-            if len(standing.failed) == standing.failed.maxlen and not any(standing.failed):
+            if standing.num_set_aside and len(standing.failed) == LAST_OUTCOMES and not any(standing.failed):
                 standing.num_set_aside = 0
 
     def failed(self, standing: Standing | None, error: RewardError, votes: Iterable[Collection[bool]]) -> None:

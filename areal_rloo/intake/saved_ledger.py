@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
@@ -104,3 +105,11 @@ def ledger_of(
         dropped_tokens=Counter(state.dropped_tokens),
     )
     return Ledger(groups, totals)
+
+
+def by_sample(trajectories: Iterable[Trajectory]) -> dict[SampleId, tuple[Trajectory, ...]]:
+    """Map each sample to the trajectories of the sample, in order."""
+    samples: dict[SampleId, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        samples.setdefault(trajectory.sample_id, []).append(trajectory)
+    return {sample_id: tuple(made) for sample_id, made in samples.items()}

@@ -81,6 +81,10 @@ class IntakeService:
         """Wait for the batch of the step at the current version; None if there will be none (drain, end of data)."""
         return self._run(self._take_batch())
 
+    def upcoming(self, policy_version: int) -> list[Group] | None:
+        """Return the probable batch of this later version; None if it is not complete yet."""
+        return self.call(lambda: self._intake.buffer.upcoming(policy_version))
+
     def commit(
         self, policy_version: int, fill: Callable[[Sequence[Tensor]], None], *, evaluate: bool, publish: bool = True
     ) -> None:

@@ -70,14 +70,16 @@ from areal_rloo.telemetry.trajectories import FILE_NAME
 from areal_rloo.telemetry.wanted import LauncherStatistics, read_wanted
 from areal_rloo.telemetry.watchdog import Watchdog, WatchdogStatistics
 from areal_rloo.waiting import exit_despite_calls
-from areal_rloo.weights.broadcast import Broadcaster, BroadcastStatistics, SendTransport
+from areal_rloo.weights.broadcast import Broadcaster, SendTransport
 from areal_rloo.weights.collective import CollectiveSender
+from areal_rloo.weights.counts import BroadcastStatistics
 from areal_rloo.weights.fingerprint import Sampler
 from areal_rloo.weights.offers import Offers
 from areal_rloo.weights.shared_memory import SharedMemorySender
 from areal_rloo.wire.address import read_address
-from areal_rloo.wire.channels import ChannelStatistics, LearnerChannel
+from areal_rloo.wire.channels import LearnerChannel
 from areal_rloo.wire.columns import Limits
+from areal_rloo.wire.counts import ChannelStatistics
 from areal_rloo.wire.messages import History
 
 logger = get_logger(__name__)
@@ -115,7 +117,7 @@ def main() -> int:
     setup_logs(name, level=config.telemetry.log_level, file=arguments.run_folder / "logs" / f"{name}.log")
     with traced(arguments.run_folder, name, on=config.telemetry.trace):
         code = run_to_exit_code(lambda: _run(config, arguments, name))
-    _ignore_drain_signals()  # Python restores the defaults when it ends; a signal would then replace the exit code
+    _on_signals(signal.SIG_IGN)  # Python restores the defaults when it ends; a signal would then replace the exit code
     return code
 
 
@@ -139,7 +141,7 @@ def _run(config: Config, arguments: Arguments, name: str) -> int:
         with watchdog:
             _lead(learner, arguments)
     else:
-        _ignore_drain_signals()  # rank 0 drains, and needs all ranks for the last checkpoint
+        _on_signals(signal.SIG_IGN)  # rank 0 drains, and needs all ranks for the last checkpoint
         try:
             serve_process(CollectorRegistry(), config, arguments.run_folder, process=name, port=0, essential=False)
             checkpoint = bytes(ranks.take()).decode()
@@ -288,8 +290,7 @@ def _lead(learner: Learner, arguments: Arguments) -> None:
 
 def _channel(config: Config, arguments: Arguments) -> Callable[[], LearnerChannel]:
     address = read_address(arguments.wire, keys=arguments.run_folder / "keys", end="learner")
-    limits = Limits(max_message_bytes=config.wire.max_message_bytes)
-    return lambda: LearnerChannel.bind(address, limits=limits)
+    return lambda: LearnerChannel.bind(address, limits=Limits(max_message_bytes=config.wire.max_message_bytes))
 
 
 def _reporter(
@@ -371,13 +372,12 @@ def _drain_on_signals(intake: IntakeService, timeout_s: float) -> None:
         deadline.daemon = True
         deadline.start()
 
-    for number in _DRAIN_SIGNALS:
-        signal.signal(number, handle)
+    _on_signals(handle)
 
 
-def _ignore_drain_signals() -> None:
+def _on_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
     for number in _DRAIN_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, handler)
 
 
 def _parse() -> Arguments:

@@ -101,8 +101,10 @@ def loss_masks(samples: Samples, *, policy_version: int, config: AlgorithmConfig
         truncated = mask & np.repeat(samples.spread(samples.truncated).numpy(), lengths)
         mask, num_truncated = mask & ~truncated, int(truncated.sum())
     num_in_loss = torch.from_numpy(np.add.reduceat(mask, firsts, dtype=np.int64))
-    values, counts = np.unique(policy_version - versions[mask], return_counts=True)
-    staleness_tokens = Counter(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+    in_loss = versions[mask]
+    oldest = int(in_loss.min(initial=policy_version))
+    counts = np.bincount(in_loss - oldest).tolist()  # by version, from the oldest on
+    staleness_tokens = Counter({policy_version - oldest - i: num for i, num in enumerate(counts) if num})
     of_tokens = list(torch.from_numpy(mask).split(lengths))
     return Masks(of_tokens, stale_tokens, num_in_loss, num_truncated, staleness_tokens)
 

@@ -1,6 +1,6 @@
 """The learner: takes batches, trains, publishes versions, and writes records and checkpoints.
 
-    take_batch ─► TrainStep.step ─► commit (publish, settle the batch, admit) ─► metrics ─► a checkpoint at times
+    take_batch ─► Ahead.step ─► commit (publish, settle the batch, admit) ─► metrics ─► a checkpoint at times
 
 The training thread waits in `take_batch`, and some seconds at most for partial rollouts before a checkpoint. Intake and
 broadcaster run on the intake's event loop.
@@ -19,6 +19,7 @@ from areal_rloo.config import Config
 from areal_rloo.errors import TrainingError, UnsavedError, WeightsError
 from areal_rloo.intake.ledger import Drop
 from areal_rloo.intake.service import IntakeService
+from areal_rloo.learner.ahead import Ahead
 from areal_rloo.learner.batches import BatchRecorder
 from areal_rloo.learner.checkpoint import Checkpoints
 from areal_rloo.learner.recording import Recorder
@@ -50,6 +51,10 @@ class Learner:
     policy_version: int
     doing: str | None = field(default=None, init=False)  # None while the learner waits for the workers, however long
     _skips_in_a_row: int = field(default=0, init=False)
+    _ahead: Ahead = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._ahead = Ahead(self.train_step, self.intake.upcoming)
 
     def run(self) -> str:
         """Train to the end; return the reason of the end.
@@ -92,6 +97,7 @@ class Learner:
 
     def close(self) -> None:
         """Record the last drops; call this after a failure, too."""
+        self._ahead.close()
         self.checkpoints.wait()
         if self.batches is not None:
             self.batches.close()
@@ -116,7 +122,8 @@ class Learner:
     def _train(self, batch: list[Group], wait_s: float) -> None:
         if self.batches is not None:  # before the step, which may end the learner
             self.batches.append(batch, policy_version=self.policy_version)
-        result = self.train_step.step(batch, policy_version=self.policy_version)
+        last = self.policy_version + 1 == self.config.learner.num_train_steps
+        result = self._ahead.step(batch, policy_version=self.policy_version, last=last)
         self.reporter.skipped(result.updates.num_skipped)
         if result.updates.num_optimizer_steps == 0:
             self.intake.refuse_batch("non_finite")
@@ -130,7 +137,6 @@ class Learner:
             return
         self._skips_in_a_row = 0
         self.policy_version += 1
-        last = self.policy_version == self.config.learner.num_train_steps
         every = self.config.evaluation.every_n_versions
         evaluate = last or (every > 0 and self.policy_version % every == 0)
         every = self.config.checkpoint.every_n_steps  # and version 1: too little memory or disk shows in minutes

@@ -17,9 +17,9 @@ from msgspec import Meta
 
 from areal_rloo.decoding import from_msgpack
 from areal_rloo.errors import CheckpointError, DecodeError
-from areal_rloo.intake.ledger import Ledger, by_sample
+from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream, PromptStreamState
-from areal_rloo.intake.saved_ledger import LedgerState, ledger_of, ledger_state
+from areal_rloo.intake.saved_ledger import LedgerState, by_sample, ledger_of, ledger_state
 from areal_rloo.learner.stretches import STATE_NAME
 from areal_rloo.trajectory import SampleId, Trajectory
 from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, encode_columns

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 import msgspec
 import numpy as np
@@ -77,6 +77,13 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 Answer = Scores | Trained | Done
 
 
+class TrainCommands(NamedTuple):
+    """A `Train` for each rank, encoded for the others."""
+
+    own: Train
+    others: list[bytearray]
+
+
 class Team:
     """Rank 0 (`own`) and the ranks that follow its commands. Every method raises TrainingError if a rank is gone."""
 
@@ -106,10 +113,14 @@ class Team:
         answers = self._tell([Score(of_rank) for of_rank in microbatches])
         return [answer.logprobs for answer in answers if isinstance(answer, Scores)]
 
-    def train(self, minibatches: Sequence[Sequence[list[Microbatch]]], kl_coefficient: float) -> list[Trained]:
-        """Take an optimizer step for each minibatch, given by rank; return the answers by rank."""
-        by_rank = [list(of_rank) for of_rank in zip(*minibatches, strict=True)]
-        answers = self._tell([Train(of_rank, kl_coefficient) for of_rank in by_rank])
+    def train_commands(self, minibatches: Sequence[Sequence[list[Microbatch]]], kl_coefficient: float) -> TrainCommands:
+        """Encode the commands to take an optimizer step for each minibatch, given by rank. Safe on any thread."""
+        own, *others = [Train(list(of_rank), kl_coefficient) for of_rank in zip(*minibatches, strict=True)]
+        return TrainCommands(own, [_encode(command) for command in others])
+
+    def train(self, commands: TrainCommands) -> list[Trained]:
+        """Let the ranks execute the commands; return the answers by rank."""
+        answers = self._execute(commands.own, commands.others)
         return [answer for answer in answers if isinstance(answer, Trained)]
 
     def refresh_reference(self) -> None:
@@ -159,10 +170,13 @@ class Team:
 
     def _tell(self, commands: Sequence[Command]) -> list[Answer]:
         """Send a command to each rank, all of the same kind, and return the answers by rank."""
-        first, *others = commands
-        self.own.ranks.hand_out([_encode(command) for command in others])
-        own = _obey(self.own, first)
-        return [own, *map(_decode_answer, self.own.ranks.answers())]
+        own, *others = commands
+        return self._execute(own, [_encode(command) for command in others])
+
+    def _execute(self, own: Command, others: Sequence[bytearray]) -> list[Answer]:
+        self.own.ranks.hand_out(others)
+        answer = _obey(self.own, own)
+        return [answer, *map(_decode_answer, self.own.ranks.answers())]
 
     def _tell_others(self, command: Command) -> None:
         self.own.ranks.hand_out([_encode(command)] * (self.num_ranks - 1))

@@ -4,8 +4,9 @@
            trained: proximal logprobs ─► for each pass, for each minibatch: forward, backward, clip, AdamW
 
 Every arrow is a stage that returns a result; `StepResult` holds the results. Runs on the training thread of rank 0,
-which sees the whole batch. The ranks compute everything that needs the policy (`LearnerRank`). A minibatch without a
-finite gradient changes no weight; the result counts the minibatch as skipped.
+which sees the whole batch; without a reference policy, a thread may run the stages up to the rows before (`ahead.py`).
+The ranks compute everything that needs the policy (`LearnerRank`). A minibatch without a finite gradient changes no
+weight; the result counts the minibatch as skipped.
 
 The state before the step, the batch and the config decide every number but the measured times: `areal_rloo.replay`
 repeats a step to the bit.
@@ -18,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ from areal_rloo.learner.costs import speed
 from areal_rloo.learner.own_weights import own_factors
 from areal_rloo.learner.packing import PackedBatch, pack
 from areal_rloo.learner.rank import Times
-from areal_rloo.learner.team import Team
+from areal_rloo.learner.team import Team, TrainCommands
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.trace import span
 from areal_rloo.trajectory import Group, Trajectory
@@ -51,6 +52,18 @@ class ReferenceScores:
     divergence: float  # KL of the behaviour policy to the reference by the configured estimator; NaN if no reference
     numbers: Mapping[str, float]  # by field of TrainRecord
     times: Times
+
+
+class Prepared(NamedTuple):
+    """A batch on its way to the ranks."""
+
+    policy_version: int
+    samples: Samples
+    masks: Masks
+    reference: ReferenceScores
+    advantages: Advantages
+    minibatches: list[PackedBatch]
+    commands: TrainCommands
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +103,8 @@ class TrainStep:
         self._advantages = partial(compute_advantages, config=config, stop_token_ids=stops, own_norm=own.advantages)
         self._own_weights = own.sample_weights
         self._kl_in_loss = kl.coefficient > 0 and kl.placement == "loss"
+        # A reference needs the ranks; the user's functions may need the training thread.
+        self.can_prepare_ahead = not team.has_reference and own.advantages is None and own.sample_weights is None
 
     def resume(self, kl_coefficient: float) -> None:
         """Go on with the adapted coefficient of a checkpoint. Without `kl.adaptive`, the config decides."""
@@ -106,14 +121,26 @@ class TrainStep:
     def step(self, groups: Sequence[Group], *, policy_version: int) -> StepResult:
         """Train once on a batch at this version."""
         started_s = time.perf_counter()
-        settings = {"learning_rate": self.team.learning_rate, "kl_coefficient": self.kl_coefficient}
+        return self.train(self.prepare(groups, policy_version=policy_version), started_s=started_s)
+
+    def prepare(self, groups: Sequence[Group], *, policy_version: int, track: str = "training") -> Prepared:
+        """Mask, normalize, pack and encode a batch for the step at this version; `track` is for the trace."""
         samples = Samples([trajectory for group in groups for trajectory in group.trajectories])
         masks = loss_masks(samples, policy_version=policy_version, config=self._config.algorithm)
         reference = self._reference(samples.trajectories, policy_version)
         in_advantages = () if self._kl_in_loss else reference.logprobs
         advantages = self._advantages(samples, masks, in_advantages, kl_coefficient=self.kl_coefficient)
-        minibatches = self._minibatches(samples, masks, reference, advantages, policy_version)
-        updates = self._train(minibatches)
+        with span(track, "packing"):
+            minibatches = self._minibatches(samples, masks, reference, advantages, policy_version)
+            rows = [minibatch.microbatches for minibatch in minibatches]
+            commands = self.team.train_commands(rows, self.kl_coefficient)
+        return Prepared(policy_version, samples, masks, reference, advantages, minibatches, commands)
+
+    def train(self, prepared: Prepared, *, started_s: float) -> StepResult:
+        """Let the ranks train on a batch; `started_s` is the beginning of the step, of the performance counter."""
+        settings = {"learning_rate": self.team.learning_rate, "kl_coefficient": self.kl_coefficient}
+        _, samples, masks, reference, advantages, minibatches, commands = prepared
+        updates = self._train(commands, len(minibatches))
         adaptive = self._config.algorithm.kl.adaptive
         if updates.num_optimizer_steps > 0 and adaptive is not None:
             self.kl_coefficient = adapted_coefficient(
@@ -157,7 +184,6 @@ class TrainStep:
         numbers = {"reference_kl_k1": divergence("k1"), "reference_kl_k3": divergence("k3")}
         return ReferenceScores(by_trajectory, divergence(self._config.algorithm.kl.estimator), numbers, times)
 
-    @span("training", "packing")
     def _minibatches(
         self, samples: Samples, masks: Masks, reference: ReferenceScores, advantages: Advantages, policy_version: int
     ) -> list[PackedBatch]:
@@ -196,12 +222,12 @@ class TrainStep:
         return weights[index].float()
 
     @span("training", "train")
-    def _train(self, minibatches: Sequence[PackedBatch]) -> Updates:
+    def _train(self, commands: TrainCommands, num_minibatches: int) -> Updates:
         """Let every rank train on a share of the rows, and merge the answers."""
         started_s = time.perf_counter()
-        trained = self.team.train([minibatch.microbatches for minibatch in minibatches], self.kl_coefficient)
+        trained = self.team.train(commands)
         all_s = time.perf_counter() - started_s
-        first, possible = trained[0], len(minibatches) * self._config.learner.num_epochs_per_batch
+        first, possible = trained[0], num_minibatches * self._config.learner.num_epochs_per_batch
         if len(first.stepped) < possible:
             logger.info(
                 "learner.target_kl ended the train step after %d of %d minibatches", len(first.stepped), possible

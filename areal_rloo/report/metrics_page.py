@@ -25,9 +25,9 @@ from areal_rloo.telemetry.scrapes import FolderStatistics, MemoryStatistics, Scr
 from areal_rloo.telemetry.wanted import LauncherStatistics
 from areal_rloo.telemetry.watchdog import WatchdogStatistics
 from areal_rloo.turns import TurnStatistics
-from areal_rloo.weights.broadcast import BroadcastStatistics
+from areal_rloo.weights.counts import BroadcastStatistics
 from areal_rloo.weights.receive import ReceiveStatistics
-from areal_rloo.wire.channels import ChannelStatistics
+from areal_rloo.wire.counts import ChannelStatistics
 
 SERVED: tuple[tuple[str, type[Measured]], ...] = (
     ("Each train step (learner, metrics.jsonl)", TrainRecord),

@@ -40,8 +40,9 @@ from areal_rloo.telemetry.watchdog import Watchdog, WatchdogStatistics
 from areal_rloo.waiting import exit_despite_threads, run_beside_user_code
 from areal_rloo.weights.receive import Receiver, ReceiveStatistics
 from areal_rloo.wire.address import read_address
-from areal_rloo.wire.channels import ChannelStatistics, WorkerChannel
+from areal_rloo.wire.channels import WorkerChannel
 from areal_rloo.wire.columns import Limits
+from areal_rloo.wire.counts import ChannelStatistics
 
 logger = get_logger(__name__)
 

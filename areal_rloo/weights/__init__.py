@@ -1,9 +1,9 @@
 """New weights, from the learner to the rollout workers.
 
-`broadcast` is the learner's end: versions on their way. `offers` decides who is offered which version, by its
-`commands`. `receive` is the worker's end. `manifest` lays tensors into buckets, and defines notices. `fingerprint`
-takes the samples that prove a version. Two transports: `shared_memory` on a single host, `collective` over
-torch.distributed (Gloo, NCCL), whose ranks meet in `rendezvous`.
+`broadcast` is the learner's end: versions on their way, with the statistics in `counts`. `offers` decides who is
+offered which version, by its `commands`. `receive` is the worker's end. `manifest` lays tensors into buckets, and
+defines notices. `fingerprint` takes the samples that prove a version. Two transports: `shared_memory` on a single host,
+`collective` over torch.distributed (Gloo, NCCL), whose ranks meet in `rendezvous`.
 """
 
 from typing import TYPE_CHECKING

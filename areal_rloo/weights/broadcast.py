@@ -12,7 +12,6 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
 
 import msgspec
 from torch import Tensor
@@ -21,10 +20,10 @@ from areal_rloo.errors import WeightsError, first_line
 from areal_rloo.models.fingerprint import Sample
 from areal_rloo.telemetry import trace
 from areal_rloo.telemetry.logs import get_logger
-from areal_rloo.telemetry.metric import Metric
 from areal_rloo.waiting import cancel, failed
 from areal_rloo.weights.collective import CollectiveSender
 from areal_rloo.weights.commands import Answered, Begin, Call, Command, Over, Repeat
+from areal_rloo.weights.counts import BroadcastStatistics
 from areal_rloo.weights.fingerprint import Sampler
 from areal_rloo.weights.manifest import Manifest, Notice, checksum
 from areal_rloo.weights.offers import Offers
@@ -43,24 +42,6 @@ SendNotice = Callable[[str, int, int, bytes], None]
 
 SendCall = Callable[[str, int], None]
 """Sends a worker a call: worker id, offer id."""
-
-
-class BroadcastStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts since the start; `versions` has the version of each present worker."""
-
-    metrics_prefix: ClassVar[str] = "weights_"
-
-    newest_version: Annotated[int, Metric("Newest version of the broadcaster", "versions")]
-    versions: dict[str, int]
-    broadcasts: Annotated[int, Metric("Offers of weights begun", kind="counter")]
-    failures: Annotated[int, Metric("Versions that a worker could not take", kind="counter", healthy=(0, 0))]
-    left_out: Annotated[int, Metric("Times a timeout left a worker out of a broadcast", kind="counter", healthy=(0, 0))]
-    missing_memory_bytes: Annotated[
-        int, Metric("Shared memory that the next version of the weights waits for", "bytes", healthy=(0, 0))
-    ]
-    last_broadcast_s: Annotated[float, Metric("Time of the last broadcast", "s")]
-    broadcast_s: Annotated[float, Metric("Time spent broadcasting", "s", "counter")]
-    sent_bytes: Annotated[int, Metric("Bytes of weights sent", "bytes", "counter")]
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Annotated, ClassVar, cast
+from typing import cast
 
 import msgspec
 import zmq
@@ -25,10 +25,10 @@ from zmq.utils.monitor import parse_monitor_message
 
 from areal_rloo.errors import DecodeError, WireVersionError
 from areal_rloo.telemetry.logs import get_logger
-from areal_rloo.telemetry.metric import Metric
 from areal_rloo.wire.address import Address, Admission, Connection, bind, make_socket
 from areal_rloo.wire.codec import decode_learner, decode_worker, encode
 from areal_rloo.wire.columns import Frame, Limits
+from areal_rloo.wire.counts import ChannelStatistics
 from areal_rloo.wire.messages import Heartbeat, Hello, LearnerMessage, Leases, Refusal, Welcome, WorkerMessage
 from areal_rloo.wire.peers import MOST_OFFENCES, Allowances, Laps, Newcomers, Offences, descriptor_of, shut
 
@@ -44,23 +44,6 @@ _FLOOD_PAUSE_S = 0.01
 _HANDSHAKE_MS = 5000  # then libzmq ends the connection
 _BACKLOG = 4096  # all workers and a crowd at once: the kernel drops what does not fit, and the peer waits for seconds
 _LEASES_BYTES = 8 * 2**20  # soft limit of a message with several leases
-
-
-class ChannelStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts since the channel was made."""
-
-    metrics_prefix: ClassVar[str] = "wire_"
-
-    messages_in: Annotated[int, Metric("Messages received", kind="counter")] = 0
-    messages_out: Annotated[int, Metric("Messages sent", kind="counter")] = 0
-    bytes_in: Annotated[int, Metric("Bytes received", "bytes", "counter")] = 0
-    bytes_out: Annotated[int, Metric("Bytes sent", "bytes", "counter")] = 0
-    refused: Annotated[int, Metric("Messages that were unreadable or not allowed", kind="counter", healthy=(0, 0))] = 0
-    discarded: Annotated[int, Metric("Messages refused unread: of a flood, or of a peer cut off", kind="counter")] = 0
-    cut_off: Annotated[int, Metric("Peers cut off after unreadable messages", kind="counter")] = 0
-    refused_connections: Annotated[int, Metric("Connections without a message: no keys, say", kind="counter")] = 0
-    excess_connections: Annotated[int, Metric("Connections ended: too few open files", kind="counter")] = 0
-    unroutable: Annotated[int, Metric("Messages too long, or whose peer was gone", kind="counter")] = 0
 
 
 class LearnerChannel:

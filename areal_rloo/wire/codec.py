@@ -84,14 +84,15 @@ def _by_duty(leases: Sequence[tuple[int, int]], trajectories: Sequence[Trajector
     Raises:
         DecodeError: a duty has no trajectory, or trajectories of two samples, or the numbers do not add up.
     """
-    if min((num for _, num in leases), default=1) < 1 or sum(num for _, num in leases) != len(trajectories):
+    numbers = [num for _, num in leases]
+    if min(numbers, default=1) < 1 or sum(numbers) != len(trajectories):
         raise DecodeError(
             f"results: expected {len(trajectories)} trajectories, at least 1 for each duty, got {shown(leases)}"
         )
     rest = iter(trajectories)
-    finished = tuple(Finished(lease_id, tuple(islice(rest, num))) for lease_id, num in leases)
+    finished = tuple([Finished(lease_id, tuple(islice(rest, num))) for lease_id, num in leases])
     for lease_id, made in finished:
-        if len({trajectory.sample_id for trajectory in made}) > 1:
+        if len(made) > 1 and len({trajectory.sample_id for trajectory in made}) > 1:
             raise DecodeError(f"results: expected trajectories of the same sample under lease {lease_id}")
     return finished
 

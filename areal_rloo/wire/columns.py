@@ -157,7 +157,7 @@ def decode_columns(
         _check_version_runs(islice(rest, header.num_version_runs), header)
     spans = [header.spans for header in headers if header.spans]
     has_even = any(len(each) % 2 == 0 for each in spans)
-    trajectories = _cut(headers, tokens, logprobs, np.repeat(runs[:, 0], runs[:, 1]), rewards)
+    trajectories = _cut(headers, tokens, logprobs, runs[:, 0].repeat(runs[:, 1]), rewards)
     sizes = [trajectory.num_tokens for trajectory in trajectories]
     return trajectories, Extremes(highest, min(pairs)[0], max(pairs)[0], max(sizes), sum(sizes), bool(spans), has_even)
 

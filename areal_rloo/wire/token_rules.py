@@ -26,13 +26,17 @@ class Broken(NamedTuple):
 
 def highest_token(tokens: npt.NDArray[np.int32]) -> int | Broken:
     """Return the highest id, -1 without tokens; or a broken rule. A single pass: a batch has many tokens."""
-    highest = int(tokens.view(np.uint32).max()) if len(tokens) else -1  # a negative id is higher than all others
+    highest = (
+        int(np.maximum.reduce(tokens.view(np.uint32))) if len(tokens) else -1
+    )  # a negative id is higher than all others
     return highest if highest <= _HIGHEST_INT32 else Broken("tokens: expected ids of at least 0", tokens < 0)
 
 
 def broken_by_logprobs(logprobs: npt.NDArray[np.float32]) -> Broken | None:
     """Find a broken rule of behaviour logprobs; None if they keep all."""
-    if not len(logprobs) or (logprobs.min() >= _LEAST_LOGPROB and logprobs.max() <= _LOGPROB_ROUNDING):
+    if not len(logprobs):
+        return None
+    if np.minimum.reduce(logprobs) >= _LEAST_LOGPROB and np.maximum.reduce(logprobs) <= _LOGPROB_ROUNDING:
         return None
     wrong = ~((logprobs >= _LEAST_LOGPROB) & (logprobs <= _LOGPROB_ROUNDING))  # NaN, too
     return Broken(f"behaviour_logprobs: expected values from {_LEAST_LOGPROB:g} to 0", wrong)

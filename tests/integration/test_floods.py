@@ -28,8 +28,9 @@ from areal_rloo.rollout.protocol import Orders
 from areal_rloo.telemetry.logs import setup_logs
 from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.wire.address import TcpAddress
-from areal_rloo.wire.channels import ChannelStatistics, LearnerChannel
+from areal_rloo.wire.channels import LearnerChannel
 from areal_rloo.wire.codec import encode
+from areal_rloo.wire.counts import ChannelStatistics
 from areal_rloo.wire.messages import Heartbeat, Hello, Lease, Work
 from areal_rloo.wire.security import load_keys, make_keys
 

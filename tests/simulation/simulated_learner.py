@@ -325,7 +325,7 @@ class SimulatedLearner:
             raise ViolationError(f"an honest worker is taken for a liar: {lies}")
         if any(sample.num_attempts < 0 for group in ledger.groups.values() for sample in group.samples.values()):
             raise ViolationError("a checkpoint with a negative number of attempts cannot be read")
-        if found := differences(ledger, self.intake._buffer, self.intake._leasing):
+        if found := differences(ledger, self.intake.buffer, self.intake._leasing):
             raise ViolationError("; ".join(found))
         counts = ledger.counts()
         if not counts.balanced or counts.trained != self.trained.total():

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from areal_rloo.errors import WeightsError
 from areal_rloo.loop_thread import LoopThread
-from areal_rloo.weights.broadcast import Broadcaster, BroadcastStatistics, SendTransport
+from areal_rloo.weights.broadcast import Broadcaster, SendTransport
+from areal_rloo.weights.counts import BroadcastStatistics
 from areal_rloo.weights.fingerprint import Sampler
 from areal_rloo.weights.manifest import Manifest, build_manifest, gather
 from areal_rloo.weights.offers import Offers

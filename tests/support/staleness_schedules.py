@@ -27,10 +27,10 @@ from areal_rloo.intake.buffer import Buffer
 from areal_rloo.intake.evaluation import Evaluation
 from areal_rloo.intake.fleet import Fleet
 from areal_rloo.intake.leasing import Leasing
-from areal_rloo.intake.ledger import Ledger, by_sample
+from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.intake.refit import refit
-from areal_rloo.intake.saved_ledger import LedgerState, ledger_of, ledger_state
+from areal_rloo.intake.saved_ledger import LedgerState, by_sample, ledger_of, ledger_state
 from areal_rloo.tasks import Item, Source
 from areal_rloo.trajectory import Completion, Group, SampleId, Trajectory
 from areal_rloo.wire.messages import Duty, Hello, Work
@@ -73,6 +73,7 @@ class Simulation:
         self.incarnation = 0
         self.trained: Counter[SampleId] = Counter()
         self.trained_prompts: Counter[int] = Counter()
+        self.num_foreseen = 0
         self._start(config, Ledger(), self._stream())
 
     def _stream(self) -> PromptStream:
@@ -169,16 +170,28 @@ class Simulation:
     def train(self) -> None:
         if self.version == self.config.learner.num_train_steps:
             return
+        foreseen = self.buffer.upcoming(self.version)
         batch = self.buffer.take(self.version, last=self.stream.exhausted)
         self.grant()
         if batch is None:
             return
+        self.check_foreseen(foreseen, batch)
         self.check_batch(batch)
         self.buffer.trained()
         self.version += 1
         if self.version % self.config.weights.publish_every_n_steps == 0:
             self.published = self.version
         self.grant()
+
+    def check_foreseen(self, foreseen: Sequence[Group] | None, batch: Sequence[Group]) -> None:
+        """A batch that was foreseen is the batch; one that was not has a group past its deadline."""
+        if foreseen is None:
+            assert min(group.deadline for group in batch) < self.version
+            return
+        assert [group.group_id for group in foreseen] == [group.group_id for group in batch]
+        for ahead, taken in zip(foreseen, batch, strict=True):
+            assert all(one is other for one, other in zip(ahead.trajectories, taken.trajectories, strict=True))
+        self.num_foreseen += 1
 
     def check_batch(self, batch: Sequence[Group]) -> None:
         eta, policy = self.config.algorithm.max_staleness, self.config.algorithm.stale_tokens

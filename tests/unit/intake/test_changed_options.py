@@ -10,9 +10,8 @@ from support.intakes import LEARNER, make_intake, make_offers
 from support.staleness_schedules import NUM_STEPS, Simulation, make_config
 
 from areal_rloo.config import load_config
-from areal_rloo.intake.ledger import by_sample
 from areal_rloo.intake.refit import refit
-from areal_rloo.intake.saved_ledger import ledger_of, ledger_state
+from areal_rloo.intake.saved_ledger import by_sample, ledger_of, ledger_state
 from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.wire import messages as wire
 

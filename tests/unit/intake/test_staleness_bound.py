@@ -20,9 +20,9 @@ from areal_rloo.intake.buffer import Buffer
 from areal_rloo.intake.evaluation import Evaluation
 from areal_rloo.intake.fleet import Fleet
 from areal_rloo.intake.leasing import Leasing
-from areal_rloo.intake.ledger import Ledger, by_sample
+from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream
-from areal_rloo.intake.saved_ledger import ledger_of, ledger_state
+from areal_rloo.intake.saved_ledger import by_sample, ledger_of, ledger_state
 from areal_rloo.tasks import Item, Source
 from areal_rloo.wire.messages import Hello, Work
 

@@ -20,6 +20,7 @@ class _Intake:
     def __init__(self) -> None:
         self.given: weakref.ref[_Group] | None = None
         self.is_free = False
+        self.upcoming: Any = None
 
     def take_batch(self) -> list[Any] | None:
         if self.given is not None:

@@ -30,7 +30,7 @@ from areal_rloo.telemetry.metrics import (
 )
 from areal_rloo.telemetry.records import EvalRecord, LedgerCounts, TrainRecord
 from areal_rloo.telemetry.scrapes import serve_metrics
-from areal_rloo.wire.channels import ChannelStatistics
+from areal_rloo.wire.counts import ChannelStatistics
 
 MakeTrainRecord = Callable[..., TrainRecord]
 
