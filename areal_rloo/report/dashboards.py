@@ -24,6 +24,7 @@ from areal_rloo.telemetry.records import EvalRecord, TrainRecord
 
 PANELS = "panels.yaml"
 _STEPS_WINDOW = "15m"  # a number of a train step changes once a step, which may take minutes
+_LOOK_S = 5  # between two looks at whether a series is there
 _SELECTED, _WINDOW = 'run=~"$run", process=~"$process"', "$__rate_interval"
 _LINK = "dashboard: "
 _WIDTH, _HEIGHT, _COLUMNS = 8, 7, 3
@@ -141,11 +142,13 @@ def _expanded(panel: Panel) -> Iterator[Panel]:
     if not panel.charts:
         yield panel
         return
-    charts: dict[Chart, list[str]] = {}
+    charts: dict[Chart, list[Declared]] = {}
     for declared in declared_metrics(TrainRecord if panel.charts == "steps" else EvalRecord):
         if declared.metric.chart is not None:
-            charts.setdefault(declared.metric.chart, []).append(short_name(declared))
-    yield from (Panel(chart.title, " ".join(names)) for chart, names in charts.items())
+            charts.setdefault(declared.metric.chart, []).append(declared)
+    for chart, numbers in charts.items():
+        title = chart.title.replace(" since the start", ", per second" if numbers[0].is_counter else "")
+        yield Panel(title, " ".join(map(short_name, numbers)))
 
 
 def _variable(label: str, *, of: str = "") -> dict[str, Any]:
@@ -172,9 +175,11 @@ def _panel(panel: Panel, index: int) -> dict[str, Any]:
     ]
     first = metrics[0][0] if metrics else None
     defaults: dict[str, Any] = {"unit": panel.unit or (_unit(first) if first else "short")}
+    if defaults["unit"] == "percentunit":
+        defaults["custom"] = {"axisSoftMax": 0.01}  # else the axis of a share of 0 ends at 10,000 %
     if first is not None and not first.is_counter and first.metric.healthy is not None:
         defaults["thresholds"] = {"mode": "absolute", "steps": _thresholds(*first.metric.healthy)}
-        defaults["custom"] = {"thresholdsStyle": {"mode": "dashed"}}
+        defaults.setdefault("custom", {})["thresholdsStyle"] = {"mode": "dashed"}
     once = {"format": "table", "instant": True} if panel.kind == "table" else {}
     across, down = index % _COLUMNS, index // _COLUMNS
     return {
@@ -195,11 +200,21 @@ def _panel(panel: Panel, index: int) -> dict[str, Any]:
 def _target(declared: Declared, of_learner: bool, *, is_alone: bool) -> tuple[str, str]:
     """Give the expression and the legend of a metric."""
     selected = f"{declared.name}{{{_SELECTED}}}"
-    window = _STEPS_WINDOW if declared in _OF_STEPS else _WINDOW
-    expression = f"rate({selected}[{window}])" if declared.is_counter else selected
+    expression = _rate(selected, of_steps=declared in _OF_STEPS) if declared.is_counter else selected
     name = "" if is_alone else short_name(declared).replace("_", " ")
     parts = ["{{run}}", "" if of_learner else "{{process}}", name, *(f"{{{{{label}}}}}" for label in declared.labels)]
     return expression, " ".join(filter(None, parts))
+
+
+def _rate(selected: str, *, of_steps: bool) -> str:
+    """Give the growth of a total per second.
+
+    `rate` divides by the whole window, also while a process is younger: of a run of a minute, a fifteenth.
+    """
+    if not of_steps:
+        return f"rate({selected}[{_WINDOW}])"
+    num_looks = f"count_over_time({selected}[{_STEPS_WINDOW}:{_LOOK_S}s])"
+    return f"increase({selected}[{_STEPS_WINDOW}]) / ({_LOOK_S} * {num_looks})"
 
 
 def _unit(declared: Declared) -> str:

@@ -174,3 +174,33 @@ def test_the_job_of_the_operator_is_the_job_of_the_alarms() -> None:
     asked = {job for rule in rules() for job in re.findall(r'job="(\w+)"', rule["expr"])}
     spec = yaml.safe_load((MONITORING.parent / "ray" / "monitor.yaml").read_text())["spec"]
     assert {spec.get("jobName")} == asked
+
+
+@pytest.mark.parametrize(
+    ("values", "minutes"),
+    [
+        pytest.param("0+50x24", 2, id="a_run_of_two_minutes"),
+        pytest.param("0+50x720", 60, id="an_old_run"),
+        pytest.param("0+50x60 stale _x8 0+50x60", 10, id="a_learner_that_was_restarted"),
+        pytest.param("5000+50x24", 2, id="a_prometheus_that_came_later"),
+        pytest.param("0+0x59 3000+0x59 6000+0x59 9000+0x59 12000+0x59", 24, id="steps_of_five_minutes"),
+    ],
+)
+def test_a_panel_shows_the_tokens_of_a_second_of_any_run(values: str, minutes: int, tmp_path: Path) -> None:
+    """A scrape takes place every 5 s, and the run trains on 10 tokens a second."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("no promtool here")
+    (expression,) = {each for each in expressions() if re.search(r"\bincrease\(areal_rloo_trained_tokens_", each)}
+    asked = {
+        "expr": f"round({expression})",
+        "eval_time": f"{minutes}m",
+        "exp_samples": [{"labels": '{run="a", process="learner"}', "value": 10}],
+    }
+    series = {"series": 'areal_rloo_trained_tokens_total{run="a",process="learner"}', "values": values}
+    test = {"interval": "5s", "input_series": [series], "promql_expr_test": [asked]}
+    (tmp_path / "tests.yml").write_text(yaml.safe_dump({"evaluation_interval": "5s", "tests": [test]}))
+    ended = subprocess.run(
+        [promtool, "test", "rules", str(tmp_path / "tests.yml")], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
