@@ -24,9 +24,12 @@ def rules() -> list[dict[str, Any]]:
 
 
 def expressions() -> list[str]:
-    """Give the expressions of all rules and panels, with values in place of Grafana's variables."""
+    """Give the expressions of all rules and panels."""
     targets = [target["expr"] for panel in panels() for target in panel["targets"]]
     asked = dict.fromkeys([*(rule["expr"] for rule in rules()), *targets])
-    return [
-        one.replace("$__rate_interval", "1m").replace('"$run"', '".+"').replace('"$process"', '".+"') for one in asked
-    ]
+    return [with_values(one) for one in asked]
+
+
+def with_values(expression: str) -> str:
+    """Put values in place of Grafana's variables."""
+    return expression.replace("$__rate_interval", "1m").replace('"$run"', '".+"').replace('"$process"', '".+"')
