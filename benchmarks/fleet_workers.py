@@ -3,7 +3,8 @@
 A worker takes leases, "generates" random tokens of log-normal length, submits the trajectories, and takes every version
 of the weights at once, without reading them. Only the engine is missing: with a rate, the samples of a worker end at
 the ends of decode steps, as those of an engine. One loop serves all workers of the process, as the loop of `raw` does:
-with tasks of asyncio, the workers of a core were busier than the learner.
+with tasks of asyncio, the workers of a core were busier than the learner. Leases and notices wait for the
+acknowledgements of all workers: in a fleet, no worker waits for the leases of another.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from areal_rloo.weights.manifest import Notice
 from areal_rloo.wire.address import Address, Connection, make_socket, read_address
 from areal_rloo.wire.codec import decode_learner, encode
 from areal_rloo.wire.columns import Limits
-from areal_rloo.wire.messages import Ack, Duty, Failed, Lease, Results, Work
+from areal_rloo.wire.messages import Ack, Duty, Failed, LearnerMessage, Lease, Results, Work
 
 _NUM_SHAPES = 64  # trajectories drawn before; samples take them in turn
 _AHEAD = 256  # samples without an acknowledgement, beyond which a worker without a rate waits
 _MOST_VERSIONS = 16  # of the shapes; a worker has one of the newest
 _LONGEST = 4096
+_SHORT_BYTES = 200  # an acknowledgement is shorter
 _DECODE_STEP_S = 0.02
 _PATIENCE_S = 60.0
 _LONGEST_WAIT_S = 0.02  # then the pipe is looked at
@@ -99,6 +101,7 @@ class SyntheticWorker:
         )
         self._limits = Limits()
         self._version, self._num_tokens = 0, 0
+        self._inbox: deque[list[bytes]] = deque()  # frames of each message
         self._held: deque[tuple[Duty, Lease]] = deque()
         self._begun: tuple[Lease | None, Any] = (None, None)  # the lease of the last sample, and its prompt
         self._ended_s: dict[Duty, float] = {}
@@ -110,24 +113,25 @@ class SyntheticWorker:
         self._due_s = self._first_step_s + self._between_s()  # of the next sample
         self.wake_s = 0.0
 
-    def read(self) -> None:
-        """Handle all messages that are here."""
+    def read(self) -> bool:
+        """Take all acknowledgements that are here; return True if other messages wait for `handle`."""
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
-            message = decode_learner(frames, self._limits)
-            if isinstance(message, Ack):
-                now_s, ended_s = time.perf_counter(), self._sent_s.pop(message.number, ())
-                self._measured.latencies_s += [now_s - each_s for each_s in ended_s]
-                self._num_unacknowledged -= len(ended_s)
-            orders = self._protocol.handle(message, self._engine)
-            self._held.extend((duty, lease) for lease in orders.start for duty in lease.duties)
-            if orders.receive is not None:
-                notice = from_msgpack(orders.receive.body, Notice)
-                self._version = max(self._version, notice.policy_version)
-                self._protocol.weights_received(orders.receive, notice.checksum, self._engine)
+                return bool(self._inbox)
+            if len(frames[0]) > _SHORT_BYTES or not self._acknowledged(decode_learner(frames, self._limits)):
+                self._inbox.append(frames)
+
+    def handle(self) -> bool:
+        """Handle a message; return True if others wait."""
+        orders = self._protocol.handle(decode_learner(self._inbox.popleft(), self._limits), self._engine)
+        self._held.extend((duty, lease) for lease in orders.start for duty in lease.duties)
+        if orders.receive is not None:
+            notice = from_msgpack(orders.receive.body, Notice)
+            self._version = max(self._version, notice.policy_version)
+            self._protocol.weights_received(orders.receive, notice.checksum, self._engine)
+        return bool(self._inbox)
 
     def act(self) -> None:
         """End the samples that are due, send the messages that are due, and say when to act again."""
@@ -145,6 +149,15 @@ class SyntheticWorker:
 
     def close(self) -> None:
         self._connection.close(0)
+
+    def _acknowledged(self, message: LearnerMessage) -> bool:
+        if not isinstance(message, Ack):
+            return False
+        now_s, ended_s = time.perf_counter(), self._sent_s.pop(message.number, ())
+        self._measured.latencies_s += [now_s - each_s for each_s in ended_s]
+        self._num_unacknowledged -= len(ended_s)
+        self._protocol.handle(message, self._engine)
+        return True
 
     @property
     def _engine(self) -> EngineState:
@@ -210,6 +223,7 @@ class Workers:
         self._context.set(zmq.MAX_SOCKETS, 2 * load.num_workers + 64)  # the default is 1023
         self._poller = zmq.Poller()
         self._by_socket: dict[Any, SyntheticWorker] = {}
+        self._waiting: dict[SyntheticWorker, None] = {}  # workers with messages to handle
         # When each worker acts, as a heap; only the newest entry of a worker counts.
         self._queue: list[tuple[float, int, SyntheticWorker]] = []
         self._chooser, self._num_deaths = random.Random(load.first), 0
@@ -237,12 +251,18 @@ class Workers:
             next_s = self._queue[0][0] if self._queue else math.inf
             if now_s < polls_s:
                 time.sleep(polls_s - now_s)
-            wait_s = min(looks_s, next_s) - max(now_s, polls_s)
+            wait_s = 0.0 if self._waiting else min(looks_s, next_s) - max(now_s, polls_s)
             polled = self._poller.poll(max(0, math.ceil(1000 * wait_s)))
             polls_s = time.perf_counter() + gather_s(len(self._names))
             for socket, _ in polled:
                 worker = self._by_socket[socket]
-                worker.read()
+                if worker.read():
+                    self._waiting[worker] = None
+                self._act(worker)
+            while self._waiting and time.perf_counter() < polls_s:
+                worker = next(iter(self._waiting))
+                if not worker.handle():
+                    del self._waiting[worker]
                 self._act(worker)
             now_s = time.perf_counter()
             while self._queue and self._queue[0][0] <= now_s:
@@ -276,6 +296,7 @@ class Workers:
     def _replace(self, worker: SyntheticWorker) -> None:
         """Let a worker die; another process takes its name."""
         name = self._names.pop(worker)
+        self._waiting.pop(worker, None)
         self._poller.unregister(worker.socket)
         del self._by_socket[worker.socket]
         worker.close()

@@ -95,6 +95,7 @@ def test_the_tables_of_scaling_equal_the_result_files() -> None:
             *(f"{case.facts[name]:,}" for name in ("ranks", "median_tokens")),
             f"{case.facts['million_tokens']:.2f}",
             f"{case.measured['overhead'].median:.3f}",
+            f"{case.measured['ahead'].median:.4f}",
             f"{case.ratios[0].median:.0f}",
         ]
         for case in steps
