@@ -1,6 +1,7 @@
 r"""Competition mathematics in the format of MATH and MATH-500: a problem and a boxed answer (arXiv:2103.03874).
 
-Reads the hub, or a file with `problem` and `answer`, or with `problem` and a `solution` that has `\boxed{...}`.
+Reads the hub, or a file with `problem` and `answer`, or with `problem` and a `solution` that has `\boxed{...}`. A set
+for TRL's `accuracy_reward` has `prompt`, often a conversation, and a `solution` of the answer alone, as `$2$`.
 
 The reward compares the last `\boxed{...}` of a completion with the gold answer, both in LaTeX, by math-verify: 1.0 if
 they are mathematically equal, else 0.0. The rules are strict: an answer must be in a box; words are compared as words,
@@ -16,10 +17,12 @@ import re
 from functools import cache, lru_cache
 from typing import Any
 
+import msgspec
+
 from areal_rloo.config import ConfiguredSource
 from areal_rloo.errors import DataError, SourceError, install
-from areal_rloo.tasks.base import Item
-from areal_rloo.tasks.rows import Row, RowTask, text_field
+from areal_rloo.tasks.base import Item, Message
+from areal_rloo.tasks.rows import Row, RowTask, prompt_of, text_field
 
 _INSTRUCTION = "\nThink step by step, and put the final answer in \\boxed{}."
 _BOXES = (r"\boxed", r"\fbox")
@@ -45,13 +48,12 @@ class MathTask(RowTask):
         super().__init__(source, seed)
 
     def item(self, row: Row, where: str) -> Item:
-        problem = text_field(row, "problem", where)
         answer = row.get("answer")
         if answer is None and isinstance(row.get("solution"), str):
-            answer = extract_boxed(row["solution"])
+            answer = extract_boxed(row["solution"]) or ("prompt" in row and _alone(row["solution"]))
         if not isinstance(answer, str) or not answer.strip():
             raise DataError(rf"{where}: expected a text field 'answer', or a 'solution' with an answer in \boxed{{}}")
-        return Item(problem + _INSTRUCTION, answer, fields=row)
+        return Item(_asked(row, where), answer, fields=row)
 
     def reward(self, completion: str, item: Item) -> float:
         return math_reward(completion, item.answer)
@@ -69,7 +71,25 @@ class MathTask(RowTask):
 
     def demonstration(self, item: Item) -> str:
         solution = item.fields.get("solution")
-        return solution if isinstance(solution, str) else f"\\boxed{{{item.answer}}}"
+        has_box = isinstance(solution, str) and extract_boxed(solution) is not None
+        return str(solution) if has_box else f"\\boxed{{{item.answer}}}"
+
+
+def _asked(row: Row, where: str) -> str | tuple[Message, ...]:
+    """Return the problem with the request for a box: the reward of an answer elsewhere is 0."""
+    if "problem" in row or "prompt" not in row:
+        return text_field(row, "problem", where) + _INSTRUCTION
+    prompt = prompt_of(row, where)
+    if isinstance(prompt, str):
+        return prompt + _INSTRUCTION
+    *before, last = prompt
+    return (*before, msgspec.structs.replace(last, content=last.content + _INSTRUCTION))
+
+
+def _alone(solution: str) -> str | None:
+    """Return a solution of a single line, which is the answer alone, without dollars around it; else None."""
+    answer = solution.strip()
+    return None if "\n" in answer else answer.strip("$").strip()
 
 
 def extract_boxed(text: str) -> str | None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from support.reward_pools import PoolOnALoop
 from support.reward_requests import reward_request
 
 from areal_rloo.config import Config, DataConfig, SourceConfig
-from areal_rloo.errors import RewardError
+from areal_rloo.errors import DataError, RewardError
 from areal_rloo.rewards.parts import scorer_argument
 from areal_rloo.tasks import Item, load_train
 from areal_rloo.tasks.math import extract_boxed, math_reward
@@ -169,3 +170,46 @@ def test_an_endless_comparison_times_out_and_spares_other_answers(tmp_path: Path
 
     assert asyncio.run(scenario()) == [1.0, "reward_timeout", 1.0, 1.0]
     pool.close()
+
+
+@pytest.mark.parametrize(
+    ("messages", "solution", "answer"),
+    [
+        (["What is 1 + 1?"], "$2$", "2"),
+        (["Be short.", "What is a half?"], r"$\dfrac{1}{2}$", "0.5"),
+        (["Is 7 a prime?"], "Yes", r"\text{yes}"),
+        (["What is 1 + 1?"], r"Adding gives $\boxed{2}$.", "2"),
+    ],
+)
+def test_a_set_for_trl_s_accuracy_reward_is_read_as_it_is(
+    messages: list[str], solution: str, answer: str, tmp_path: Path
+) -> None:
+    """The columns of trl-lib/DeepMath-103K, the set of TRL's own example of RLOO."""
+    roles = ["system", "user"][-len(messages) :]
+    prompt = [{"role": role, "content": content} for role, content in zip(roles, messages, strict=True)]
+    (item,) = _items({"prompt": prompt, "solution": solution}, tmp_path)
+    assert [message.content for message in item.messages][:-1] == messages[:-1]
+    assert item.messages[-1].content.startswith(messages[-1])
+    assert r"\boxed{}" in item.messages[-1].content
+    assert math_reward(boxed(answer), item.answer) == 1.0
+    assert math_reward(boxed("3"), item.answer) == math_reward(answer, item.answer) == 0.0
+
+
+def test_a_prompt_of_such_a_set_may_be_a_text(tmp_path: Path) -> None:
+    (item,) = _items({"prompt": "What is 1 + 1?", "solution": "$2$"}, tmp_path)
+    assert isinstance(item.prompt, str)
+    assert item.prompt.startswith("What is 1 + 1?\n")
+    assert r"\boxed{}" in item.prompt
+
+
+def test_a_derivation_without_a_box_is_no_answer(tmp_path: Path) -> None:
+    expected = r"rows\.jsonl:1: expected a text field 'answer', or a 'solution' with an answer"
+    with pytest.raises(DataError, match=expected):
+        _items({"prompt": "1 + 1?", "solution": "First, add.\nThis gives 2."}, tmp_path)
+
+
+def _items(row: dict[str, object], folder: Path) -> Sequence[Item]:
+    (folder / "rows.jsonl").write_text(json.dumps(row))
+    data = DataConfig(train=SourceConfig(task="math", path=str(folder / "rows.jsonl")))
+    (source,) = load_train(data, seed=0, most_item_bytes=10**6)
+    return source.items
