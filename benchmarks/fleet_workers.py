@@ -252,6 +252,7 @@ class Workers:
             if now_s < polls_s:
                 time.sleep(polls_s - now_s)
             wait_s = 0.0 if self._waiting else min(looks_s, next_s) - max(now_s, polls_s)
+            began_s = time.perf_counter() + max(0.0, wait_s)
             polled = self._poller.poll(max(0, math.ceil(1000 * wait_s)))
             polls_s = time.perf_counter() + gather_s(len(self._names))
             for socket, _ in polled:
@@ -259,7 +260,8 @@ class Workers:
                 if worker.read():
                     self._waiting[worker] = None
                 self._act(worker)
-            while self._waiting and time.perf_counter() < polls_s:
+            until_s = max(polls_s, 2 * time.perf_counter() - began_s)  # as long as the look at all sockets
+            while self._waiting and time.perf_counter() < until_s:
                 worker = next(iter(self._waiting))
                 if not worker.handle():
                     del self._waiting[worker]
