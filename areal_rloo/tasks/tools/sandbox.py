@@ -212,7 +212,7 @@ class _Run:
     def _excess(self) -> str:
         """Return a description of an exceeded limit, or "".
 
-        All files are in a flat folder (see landlock.py), or removed and still open.
+        All files are in a flat folder (see landlock.py), or removed and still open or mapped.
         """
         process = Path(f"/proc/{self._process.pid}")
         try:
@@ -220,9 +220,11 @@ class _Run:
             files = [*_stats(self._scratch, follow=False)]
         except OSError:
             return ""  # the program ended during this check
-        with contextlib.suppress(OSError):  # only root can look: the program is locked against other processes
-            removed = {one.st_ino: one for one in _stats(process / "fd", follow=True) if one.st_nlink == 0}
-            files += removed.values()
+        removed: dict[int, os.stat_result] = {}
+        for folder in ("fd", "map_files"):
+            with contextlib.suppress(OSError):  # only root can look: the program is locked against other processes
+                removed |= {one.st_ino: one for one in _stats(process / folder, follow=True) if one.st_nlink == 0}
+        files += removed.values()
         sizes = [one.st_blocks * 512 for one in files]
         if num_threads > self._limits.max_threads:
             return f"more than {self._limits.max_threads} threads"
