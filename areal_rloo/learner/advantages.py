@@ -104,7 +104,10 @@ def loss_masks(samples: Samples, *, policy_version: int, config: AlgorithmConfig
     in_loss = versions[mask]
     oldest = int(in_loss.min(initial=policy_version))
     counts = np.bincount(in_loss - oldest).tolist()  # by version, from the oldest on
-    staleness_tokens = Counter({policy_version - oldest - i: num for i, num in enumerate(counts) if num})
+    newest = oldest + len(counts) - 1
+    # In ascending order: a replay compares texts, and metrics.jsonl keeps the order.
+    by_staleness = enumerate(reversed(counts), start=policy_version - newest)
+    staleness_tokens = Counter({staleness: num for staleness, num in by_staleness if num})
     of_tokens = list(torch.from_numpy(mask).split(lengths))
     return Masks(of_tokens, stale_tokens, num_in_loss, num_truncated, staleness_tokens)
 
