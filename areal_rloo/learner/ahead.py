@@ -15,8 +15,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from areal_rloo.learner.train_step import Prepared, StepResult, TrainStep
+from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.trace import span
 from areal_rloo.trajectory import Group, Trajectory
+
+logger = get_logger(__name__)
 
 _LOOK_EVERY_S = 0.05
 _TRACK = "preparation"  # of the trace
@@ -54,7 +57,10 @@ class Ahead:
     def _prepared(self, groups: Sequence[Group], policy_version: int) -> Prepared | None:
         """Return the preparation of exactly this step, or None."""
         ahead, self._next = self._next, None
-        if ahead is None or ahead.exception() is not None:  # if this batch is why, the training thread fails likewise
+        if ahead is None:
+            return None
+        if (error := ahead.exception()) is not None:  # if this batch is why, the training thread fails likewise
+            logger.warning("version %d was not prepared ahead: %r", policy_version, error, exc_info=error)
             return None
         prepared = ahead.result()
         if prepared is None or prepared.policy_version != policy_version:  # a skipped step repeats the version

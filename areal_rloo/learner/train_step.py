@@ -127,7 +127,8 @@ class TrainStep:
         """Mask, normalize, pack and encode a batch for the step at this version; `track` is for the trace."""
         samples = Samples([trajectory for group in groups for trajectory in group.trajectories])
         masks = loss_masks(samples, policy_version=policy_version, config=self._config.algorithm)
-        reference = self._reference(samples.trajectories, policy_version)
+        with span(track, "reference"):
+            reference = self._reference(samples.trajectories, policy_version)
         in_advantages = () if self._kl_in_loss else reference.logprobs
         advantages = self._advantages(samples, masks, in_advantages, kl_coefficient=self.kl_coefficient)
         with span(track, "packing"):
@@ -158,7 +159,6 @@ class TrainStep:
         measured = times | speed(self.team.own.policy, kept, all_s, peak_flops=possible, config=self._config)
         return StepResult(masks, reference, advantages, updates, numbers, measured)
 
-    @span("training", "reference")
     def _reference(self, trajectories: Sequence[Trajectory], policy_version: int) -> ReferenceScores:
         """Score a batch with the reference policy; refresh the reference first if this version asks for that."""
         started_s, times = time.perf_counter(), {}

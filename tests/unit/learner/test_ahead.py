@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +14,10 @@ import pytest
 from support.one_rank import one_rank
 from support.train_steps import VERSION, another_policy, ragged_groups, step_config
 
+from areal_rloo.decoding import from_json
 from areal_rloo.learner.ahead import Ahead
 from areal_rloo.learner.train_step import Prepared, StepResult, TrainStep
+from areal_rloo.telemetry.trace import FOLDER_NAME, Beginning, Span, traced
 from areal_rloo.trajectory import Group
 
 PATIENCE_S = 60.0
@@ -162,7 +165,7 @@ def test_without_a_batch_the_thread_looks_until_the_end_of_the_step_alone(tiny_f
 
 @pytest.mark.parametrize("comes", [True, False])
 def test_an_error_of_the_thread_ends_the_run_only_if_the_same_batch_comes(
-    tiny_folders: dict[str, Path], comes: bool
+    tiny_folders: dict[str, Path], comes: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, (first, second, *_) = tiny_folders["qwen2"], _batches().values()
     broken = [msgspec.structs.replace(group, trajectories=(None, *group.trajectories)) for group in second]
@@ -173,6 +176,7 @@ def test_an_error_of_the_thread_ends_the_run_only_if_the_same_batch_comes(
         with pytest.raises(AttributeError) if comes else contextlib.nullcontext():
             ahead.step(broken if comes else second, policy_version=VERSION + 1, last=True)
         assert noted.elsewhere == noted.here[1:] == [VERSION + 1]
+    assert f"version {VERSION + 1} was not prepared ahead: AttributeError" in caplog.text
 
 
 def test_a_reference_and_own_functions_are_not_used_ahead(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
@@ -186,3 +190,15 @@ def test_a_reference_and_own_functions_are_not_used_ahead(tiny_folders: dict[str
             ahead.step(batches[VERSION], policy_version=VERSION, last=False)
         assert noted.here == [VERSION]
         assert looked == noted.elsewhere == []
+
+
+def test_the_trace_has_the_work_ahead_on_a_track_of_its_own(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+    batches = _batches()
+    step = _train_step(tiny_folders["qwen2"])
+    with traced(tmp_path, "learner", on=True), _ahead(step, batches.get) as (noted, ahead):
+        _run(noted, ahead, batches, waits=True)
+    lines = (tmp_path / FOLDER_NAME / "learner.jsonl").read_bytes().splitlines()
+    spans = [line for line in (from_json(line, Beginning | Span) for line in lines) if isinstance(line, Span)]
+    tracks = {"training": 1, "preparation": NUM_STEPS - 1}
+    for name in ("reference", "packing"):
+        assert Counter(each.track for each in spans if each.name == name) == tracks
