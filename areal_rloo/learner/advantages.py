@@ -101,13 +101,10 @@ def loss_masks(samples: Samples, *, policy_version: int, config: AlgorithmConfig
         truncated = mask & np.repeat(samples.spread(samples.truncated).numpy(), lengths)
         mask, num_truncated = mask & ~truncated, int(truncated.sum())
     num_in_loss = torch.from_numpy(np.add.reduceat(mask, firsts, dtype=np.int64))
-    in_loss = versions[mask]
-    oldest = int(in_loss.min(initial=policy_version))
-    counts = np.bincount(in_loss - oldest).tolist()  # by version, from the oldest on
-    newest = oldest + len(counts) - 1
-    # In ascending order: a replay compares texts, and metrics.jsonl keeps the order.
-    by_staleness = enumerate(reversed(counts), start=policy_version - newest)
-    staleness_tokens = Counter({staleness: num for staleness, num in by_staleness if num})
+    staleness = policy_version - versions[mask]
+    least = int(staleness.min(initial=0))
+    counts = enumerate(np.bincount(staleness - least).tolist(), start=least)
+    staleness_tokens = Counter({each: num for each, num in counts if num})  # in this order: a replay compares texts
     of_tokens = list(torch.from_numpy(mask).split(lengths))
     return Masks(of_tokens, stale_tokens, num_in_loss, num_truncated, staleness_tokens)
 

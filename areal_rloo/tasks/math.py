@@ -33,6 +33,8 @@ _BETWEEN_ANSWERS = (
     *("$", r"\\", r"\to", r"\implies", r"\iff", r"\equiv", r"\approx", r"\sim", r"\neq", r"\cong", r"\text{or}"),
     *(r"\rightarrow", r"\Rightarrow", r"\longrightarrow", r"\mapsto", r"\leftrightarrow", r"\text{ or }", r"\lor", "≈"),
 )
+_IN_DOLLARS = re.compile(r"^\$\$?([^$]*[^$\\]|)\$\$?$")
+_RUNNING_WORDS = re.compile(r"[A-Za-z]{2,} +[A-Za-z]{2,}")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z .'-]+")
 
 
@@ -50,7 +52,8 @@ class MathTask(RowTask):
     def item(self, row: Row, where: str) -> Item:
         answer = row.get("answer")
         if answer is None and isinstance(row.get("solution"), str):
-            answer = extract_boxed(row["solution"]) or ("prompt" in row and _alone(row["solution"]))
+            answer = extract_boxed(row["solution"])
+            answer = _alone(row["solution"]) if answer is None and "prompt" in row else answer
         if not isinstance(answer, str) or not answer.strip():
             raise DataError(rf"{where}: expected a text field 'answer', or a 'solution' with an answer in \boxed{{}}")
         return Item(_asked(row, where), answer, fields=row)
@@ -70,14 +73,15 @@ class MathTask(RowTask):
         return _words(answer) or _plain(answer)
 
     def demonstration(self, item: Item) -> str:
-        solution = item.fields.get("solution")
-        has_box = isinstance(solution, str) and extract_boxed(solution) is not None
-        return str(solution) if has_box else f"\\boxed{{{item.answer}}}"
+        solution, box = item.fields.get("solution"), f"\\boxed{{{item.answer}}}"
+        if not isinstance(solution, str) or _alone(solution) == item.answer:
+            return box
+        return solution if extract_boxed(solution) is not None else f"{solution}\n{box}"
 
 
 def _asked(row: Row, where: str) -> str | tuple[Message, ...]:
     """Return the problem with the request for a box: the reward of an answer elsewhere is 0."""
-    if "problem" in row or "prompt" not in row:
+    if row.get("problem") is not None or "prompt" not in row:
         return text_field(row, "problem", where) + _INSTRUCTION
     prompt = prompt_of(row, where)
     if isinstance(prompt, str):
@@ -87,9 +91,10 @@ def _asked(row: Row, where: str) -> str | tuple[Message, ...]:
 
 
 def _alone(solution: str) -> str | None:
-    """Return a solution of a single line, which is the answer alone, without dollars around it; else None."""
-    answer = solution.strip()
-    return None if "\n" in answer else answer.strip("$").strip()
+    """Return a solution without dollars around it if it is the answer alone; None if it has sentences, say."""
+    answer = _IN_DOLLARS.sub(r"\1", solution.strip()).strip()
+    is_derivation = "\n" in answer or "####" in answer or (_RUNNING_WORDS.search(answer) and _words(answer) is None)
+    return None if is_derivation else answer
 
 
 def extract_boxed(text: str) -> str | None:

@@ -15,7 +15,7 @@ from areal_rloo.config import Config, DataConfig, SourceConfig
 from areal_rloo.errors import DataError, RewardError
 from areal_rloo.rewards.parts import scorer_argument
 from areal_rloo.tasks import Item, load_train
-from areal_rloo.tasks.math import extract_boxed, math_reward
+from areal_rloo.tasks.math import MathTask, extract_boxed, math_reward
 
 
 def boxed(answer: str) -> str:
@@ -202,10 +202,36 @@ def test_a_prompt_of_such_a_set_may_be_a_text(tmp_path: Path) -> None:
     assert r"\boxed{}" in item.prompt
 
 
-def test_a_derivation_without_a_box_is_no_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "solution",
+    [
+        *("First, add.\nThis gives 2.", "We get x = 5, thus x^2 = 25", "3 + 4 = 7 #### 7", "Tom has 3 apples"),
+        *(r"The answer is \boxed{}", r"\boxed{}", "", "$$"),
+    ],
+)
+def test_a_derivation_without_a_box_is_no_answer(solution: str, tmp_path: Path) -> None:
     expected = r"rows\.jsonl:1: expected a text field 'answer', or a 'solution' with an answer"
     with pytest.raises(DataError, match=expected):
-        _items({"prompt": "1 + 1?", "solution": "First, add.\nThis gives 2."}, tmp_path)
+        _items({"prompt": "1 + 1?", "solution": solution}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [("$2$", "2"), ("$$ 2 $$", "2"), (r"18\$", r"18\$"), ("$1$ and $2$", "$1$ and $2$"), ("Not enough data", None)],
+)
+def test_dollars_around_a_solution_are_taken_off_as_a_pair(solution: str, answer: str | None, tmp_path: Path) -> None:
+    (item,) = _items({"problem": None, "prompt": "1 + 1?", "solution": solution}, tmp_path)
+    assert item.answer == (answer or solution)
+
+
+def test_a_demonstration_ends_with_the_answer_in_a_box(tmp_path: Path) -> None:
+    task = MathTask(SourceConfig(task="math"), seed=0)
+    rows = [
+        {"problem": "3 + 4?", "answer": "7", "solution": "3 + 4 = 7, so Tom has 7."},
+        {"prompt": "?", "solution": "$2$"},
+    ]
+    shown = [task.demonstration(item) for row in rows for item in _items(row, tmp_path)]
+    assert shown == ["3 + 4 = 7, so Tom has 7.\n\\boxed{7}", "\\boxed{2}"]
 
 
 def _items(row: dict[str, object], folder: Path) -> Sequence[Item]:
