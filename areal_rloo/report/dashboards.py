@@ -209,12 +209,13 @@ def _target(declared: Declared, of_learner: bool, *, is_alone: bool) -> tuple[st
 def _rate(selected: str, *, of_steps: bool) -> str:
     """Give the growth of a total per second.
 
-    `rate` divides by the whole window, also while a process is younger: of a run of a minute, a fifteenth.
+    `rate` divides by the whole window, also while a process is younger: of a run of a minute, a fifteenth. The window
+    outlasts a run, so the number ends with the series: else a dead learner goes on for a quarter of an hour.
     """
     if not of_steps:
         return f"rate({selected}[{_WINDOW}])"
     num_looks = f"count_over_time({selected}[{_STEPS_WINDOW}:{_LOOK_S}s])"
-    return f"increase({selected}[{_STEPS_WINDOW}]) / ({_LOOK_S} * {num_looks})"
+    return f"increase({selected}[{_STEPS_WINDOW}]) / ({_LOOK_S} * {num_looks}) and {selected}"
 
 
 def _unit(declared: Declared) -> str:
