@@ -6,7 +6,7 @@ import { GlobalStyles, PanelChrome, ThemeContext, TimeSeries } from '@grafana/ui
 import { createRoot } from 'react-dom/client';
 import infoCircle from './node_modules/@grafana/ui/dist/public/img/icons/unicons/info-circle.svg';
 
-const { dashboard, answers, range, width } = window.DATA;
+const { dashboard, answers, range, step_s, width } = window.DATA;
 const [ROW_HEIGHT, COLUMNS, PHONE, PADDING] = [38, 24, 769, 4];
 const theme = createTheme({ colors: { mode: 'light' } });
 const ends = { from: dateTime(range.from), to: dateTime(range.to) };
@@ -15,6 +15,7 @@ const timeRange = { ...ends, raw: ends };
 window.fetch = async () => new Response(infoCircle, { headers: { 'Content-Type': 'image/svg+xml' } }); // the only icon
 
 // Grafana's Prometheus data source shows no point for NaN and infinities.
+const gap = { interval: 1500 * step_s }; // and no line across a missing point, of a process that is down
 const finite = (value) => (Number.isFinite(Number(value)) ? Number(value) : null);
 
 function curves({ id, type, fieldConfig: { defaults } }) {
@@ -23,7 +24,7 @@ function curves({ id, type, fieldConfig: { defaults } }) {
     .filter(({ values }) => values.some(([, value]) => finite(value) !== null))
     .map(({ legend, values }, seriesIndex) => {
       const config = { ...defaults, displayName: legend, color: { mode: 'palette-classic' }, custom };
-      const times = { name: 'Time', type: FieldType.time, values: values.map(([time]) => 1000 * time) };
+      const times = { name: 'Time', type: FieldType.time, values: values.map(([time]) => 1000 * time), config: gap };
       const numbers = { name: 'Value', type: FieldType.number, values: values.map(([, value]) => finite(value)), config };
       const frame = toDataFrame({ fields: [times, numbers] });
       for (const field of frame.fields) {

@@ -58,7 +58,7 @@ def bundle() -> tuple[str, str]:
 
 def answers(dashboard: dict[str, Any], ask: Ask, *, from_s: float, to_s: float) -> dict[int, list[dict[str, Any]]]:
     """Return the series of each panel, by the panel's id."""
-    asked = {"start": from_s, "end": to_s, "step": max(1.0, (to_s - from_s) / _NUM_POINTS)}
+    asked = {"start": from_s, "end": to_s, "step": _step_s(from_s=from_s, to_s=to_s)}
     found: dict[int, list[dict[str, Any]]] = {}
     for panel in dashboard["panels"]:
         found[panel["id"]] = []
@@ -75,12 +75,17 @@ def page(
     """Return the HTML of a dashboard. `place`: the times from_s and to_s, and the width in pixels."""
     script, style = built
     span = {"from": 1000 * place["from_s"], "to": 1000 * place["to_s"]}
-    data = {"dashboard": dashboard, "answers": series, "range": span, "width": place["width"]}
+    step_s = _step_s(from_s=place["from_s"], to_s=place["to_s"])
+    data = {"dashboard": dashboard, "answers": series, "range": span, "step_s": step_s, "width": place["width"]}
     return (
         f"<!doctype html><meta charset='utf-8'><meta name='viewport' content='width=device-width'><title>"
         f"{dashboard['title']}</title><style>{style}</style><body style='margin: 0'><div id='root'></div>"
         f"<script>window.DATA = {_in_script(json.dumps(data))}</script><script>{_in_script(script)}</script>"
     )
+
+
+def _step_s(*, from_s: float, to_s: float) -> float:
+    return max(1.0, (to_s - from_s) / _NUM_POINTS)
 
 
 def _legend(template: str, labels: dict[str, str]) -> str:
