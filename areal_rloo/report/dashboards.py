@@ -127,7 +127,8 @@ def linked(alerts: str, pages: Sequence[dict[str, Any]]) -> str:
 
 
 def _panel_of(expression: str, pages: Sequence[dict[str, Any]]) -> str:
-    condition = expression.partition(" and on (")[0]  # the rest says when the alarm is silent
+    # The rest says when the alarm is silent, or of what its number is a share.
+    condition = re.split(r" and on \(| / ", expression)[0]
     names = set(re.findall(rf"{PREFIX}[a-z_0-9]+|process_[a-z_]+", condition))
 
     def numbers(place: tuple[dict[str, Any], dict[str, Any]]) -> tuple[int, bool]:
@@ -173,6 +174,11 @@ def _panel(panel: Panel, index: int) -> dict[str, Any]:
     asked += [
         (expr.replace("$selected", _SELECTED).replace("$window", _WINDOW), legend) for expr, legend in panel.others
     ]
+    asked += [
+        (f"sum without (reason) ({_rate(declared)})", "{{run}} all")
+        for declared, _ in metrics
+        if _has_all_reasons(declared)
+    ]
     first = metrics[0][0] if metrics else None
     defaults: dict[str, Any] = {"unit": panel.unit or (_unit(first) if first else "short")}
     if defaults["unit"] == "percentunit":
@@ -199,20 +205,30 @@ def _panel(panel: Panel, index: int) -> dict[str, Any]:
 
 def _target(declared: Declared, of_learner: bool, *, is_alone: bool) -> tuple[str, str]:
     """Give the expression and the legend of a metric."""
-    selected = f"{declared.name}{{{_SELECTED}}}"
-    expression = _rate(selected, of_steps=declared in _OF_STEPS) if declared.is_counter else selected
+    expression = _rate(declared) if declared.is_counter else _selected(declared)
+    if _has_all_reasons(declared):
+        expression += " > 0"  # of the total; else a legend has over twenty reasons that do not occur
     name = "" if is_alone else short_name(declared).replace("_", " ")
     parts = ["{{run}}", "" if of_learner else "{{process}}", name, *(f"{{{{{label}}}}}" for label in declared.labels)]
     return expression, " ".join(filter(None, parts))
 
 
-def _rate(selected: str, *, of_steps: bool) -> str:
+def _selected(declared: Declared) -> str:
+    return f"{declared.name}{{{_SELECTED}}}"
+
+
+def _has_all_reasons(declared: Declared) -> bool:
+    return declared in _OF_STEPS and "reason" in declared.labels
+
+
+def _rate(declared: Declared) -> str:
     """Give the growth of a total per second.
 
     `rate` divides by the whole window, also while a process is younger: of a run of a minute, a fifteenth. The window
     outlasts a run, so the number ends with the series: else a dead learner goes on for a quarter of an hour.
     """
-    if not of_steps:
+    selected = _selected(declared)
+    if declared not in _OF_STEPS:
         return f"rate({selected}[{_WINDOW}])"
     num_looks = f"count_over_time({selected}[{_STEPS_WINDOW}:{_LOOK_S}s])"
     return f"increase({selected}[{_STEPS_WINDOW}]) / ({_LOOK_S} * {num_looks}) and {selected}"

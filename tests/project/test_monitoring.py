@@ -90,6 +90,20 @@ def test_every_alert_links_to_a_panel_of_its_numbers() -> None:
         assert run == "{{ $labels.run }}"
 
 
+def test_the_alarm_of_drops_links_to_the_reasons() -> None:
+    (rule,) = (rule for rule in rules() if rule["alert"] == "SamplesDropped")
+    (panel,) = (one for one in dashboards()["overview"]["panels"] if one["title"].startswith("Dropped samples"))
+    assert f"/areal-rloo-overview?viewPanel={panel['id']}&" in rule["annotations"]["dashboard"]
+
+
+def test_a_panel_of_reasons_names_those_that_occur_and_the_sum() -> None:
+    for panel in panels():
+        if "ledger_dropped" in panel["targets"][0]["expr"]:
+            by_reason, together = panel["targets"]
+            assert by_reason["expr"].endswith("} > 0")
+            assert together["expr"].startswith("sum without (reason) (")
+
+
 def test_every_alert_has_a_severity_and_a_summary() -> None:
     assert len({rule["alert"] for rule in rules()}) == len(rules())
     for rule in rules():
