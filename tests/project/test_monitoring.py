@@ -184,6 +184,15 @@ def test_the_alarms_that_hold_back_others_exist() -> None:
         assert ended.returncode == 0, ended.stderr
 
 
+def test_workers_that_start_again_with_the_learner_are_no_message() -> None:
+    """A worker ends with code 4 when the learner restarts, so it has a `RestartLoop` whenever the learner has one."""
+    held = yaml.safe_load((MONITORING / "prometheus" / "alertmanager.yml").read_text())["inhibit_rules"]
+    loop = 'alertname="RestartLoop"'
+    (rule,) = (rule for rule in held if rule["source_matchers"] == [loop, 'process="learner"'])
+    assert rule["target_matchers"] == [loop, 'process!="learner"']
+    assert rule["equal"] == ["run", "run_id"]
+
+
 def test_the_job_of_the_operator_is_the_job_of_the_alarms() -> None:
     """Else `up{job="areal_rloo"}` has no series, and `TargetDown` and others never fire."""
     asked = {job for rule in rules() for job in re.findall(r'job="(\w+)"', rule["expr"])}
