@@ -1,7 +1,7 @@
 // A dashboard with Grafana's own panels, without a Grafana server: DATA has the dashboard, and the answers of Prometheus
 // by panel. The packages have curves alone: a state timeline is drawn as curves in steps, a table as plain HTML.
 import 'uplot/dist/uPlot.min.css';
-import { createTheme, dateTime, FieldType, getDisplayProcessor, toDataFrame } from '@grafana/data';
+import { applyNullInsertThreshold, createTheme, dateTime, FieldType, getDisplayProcessor, toDataFrame } from '@grafana/data';
 import { GlobalStyles, PanelChrome, ThemeContext, TimeSeries } from '@grafana/ui';
 import { createRoot } from 'react-dom/client';
 import infoCircle from './node_modules/@grafana/ui/dist/public/img/icons/unicons/info-circle.svg';
@@ -26,7 +26,7 @@ function curves({ id, type, fieldConfig: { defaults } }) {
       const config = { ...defaults, displayName: legend, color: { mode: 'palette-classic' }, custom };
       const times = { name: 'Time', type: FieldType.time, values: values.map(([time]) => 1000 * time), config: gap };
       const numbers = { name: 'Value', type: FieldType.number, values: values.map(([, value]) => finite(value)), config };
-      const frame = toDataFrame({ fields: [times, numbers] });
+      const frame = applyNullInsertThreshold({ frame: toDataFrame({ fields: [times, numbers] }) });
       for (const field of frame.fields) {
         field.state = { seriesIndex };
         field.display = getDisplayProcessor({ field, theme, timeZone: 'utc' });
