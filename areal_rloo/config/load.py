@@ -39,6 +39,8 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
     """
     path = find_config(name)
     parsed = _of_file(path)
+    if parsed.tree is None and not overrides and path.stat().st_size == 0:  # of a command that failed, say
+        raise ConfigError(f"{path}: is empty; expected sections, as in quickstart.yaml, or a comment for all defaults")
     tree = {} if parsed.tree is None else parsed.tree
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, got {type(parsed.tree).__name__} {shown(tree)}")

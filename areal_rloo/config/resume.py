@@ -60,10 +60,14 @@ class Change(NamedTuple):
 
 def changes(before: Config, now: Config) -> list[Change]:
     """List the keys with other values, in the order of the config."""
-    found = list(_changes(_tree(before), _tree(now), ""))
-    if _refreshes(before) == _refreshes(now):
-        return found
-    return [change._replace(rule=_REFRESHED) if change.key in _REFRESHED_BY else change for change in found]
+    special: dict[str, Rule] = {}
+    if _refreshes(before) != _refreshes(now):
+        special |= dict.fromkeys(_REFRESHED_BY, _REFRESHED)
+    if before.data.overlong_prompts == "error" and before.data.max_prompt_tokens <= now.data.max_prompt_tokens:
+        special |= dict.fromkeys(_FITTING_BY, _FITTING)
+    return [
+        change._replace(rule=special.get(change.key, change.rule)) for change in _changes(_tree(before), _tree(now), "")
+    ]
 
 
 def shown(value: Any) -> str:
@@ -245,6 +249,8 @@ _RULES: dict[str, Rule] = {
 }
 
 _REFRESHED = Rule("refused", "the checkpoint has a reference policy exactly if the run refreshes the policy")
+_FITTING = Rule("allowed", "for the next prompts; those under way are shorter")
+_FITTING_BY = ("data.max_prompt_tokens", "data.overlong_prompts")
 _REFRESHED_BY = ("algorithm.kl.coefficient", "model.reference", "model.reference.refresh_every_n_versions")
 
 

@@ -175,9 +175,7 @@ class Job:
         if not tiny_model_folder(self._config, self._request.models).is_dir():
             self._progress.say("preparing the tiny model (once; it takes one to four minutes)")
         if not self._config.warm_starts:
-            self._progress.say(
-                "the tiny model has random weights: it is shown sums before the training, and nothing else"
-            )
+            self._progress.say("the tiny model keeps random weights: it can be shown sums alone; expect rewards of 0")
         with _first_start():
             self._supervisor.start(preparation)
         began_s = said_s = time.monotonic()

@@ -19,6 +19,7 @@ _RESUMES = ("checkpoint", "resuming")  # modules
 _RESUME = re.compile(r"resume: (?:from step (?P<version>\d+)|\d+ of )")
 _WAITS = "waits for "
 _NOBODY = "no rollout worker is connected"
+_HELLO = re.compile(r" says hello with version .* duties, ")  # tells nothing to a person who waits
 _EVERY_S = 30.0
 _SLOW = 3.0  # times the longest of the last train steps
 _STEPS = 10
@@ -52,7 +53,7 @@ class LearnerLog:
             whole, newline, _ = file.read().rpartition(b"\n")
         self._position = begin + len(whole + newline)
         for found in _RECORD.finditer(whole.decode(errors="replace")):
-            self.newest = found["text"]
+            self.newest = self.newest if _HELLO.search(found["text"]) else found["text"]
             self.wait = found["text"] if found["text"].startswith(_WAITS) else self.wait
             if found["module"] in _RESUMES and (resume := _RESUME.match(found["text"])) is not None:
                 self._say(found["text"])

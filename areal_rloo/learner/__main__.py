@@ -226,7 +226,7 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
 
 def _stream(config: Config, tokenize: Tokenizer) -> PromptStream:
     seed, num_epochs = config.run.seed, config.data.num_epochs
-    sources = load_train(config.data, seed=seed, most_item_bytes=config.wire.most_item_bytes)
+    sources = tokenize.checked(load_train(config.data, seed=seed, most_item_bytes=config.wire.most_item_bytes))
     curriculum = load_curriculum(config, [source.items for source in sources])
     return PromptStream(sources, tokenize, seed=seed, num_epochs=num_epochs, curriculum=curriculum)
 

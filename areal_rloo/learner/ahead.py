@@ -50,7 +50,7 @@ class Ahead:
             self._over.set()
 
     def close(self) -> None:
-        """End the thread, after its work now."""
+        """End the thread after the present work."""
         self._over.set()
         self._thread.shutdown()
 

@@ -55,7 +55,7 @@ class ReferenceScores:
 
 
 class Prepared(NamedTuple):
-    """A batch on its way to the ranks."""
+    """A batch for the ranks."""
 
     policy_version: int
     samples: Samples

@@ -32,12 +32,14 @@ class Rule:
         why: for the report.
         by_hand: the user must do something, which `why` says.
         decides: the algorithm follows from the setting: a value that cannot be read makes the config incomplete.
+        by_name: the name of a Python object is enough.
     """
 
     make: Make | None = None
     why: str = ""
     by_hand: bool = False
     decides: bool = False
+    by_name: bool = False
 
 
 def to(key: str, convert: Callable[[Any], Any] = lambda value: value, why: str = "") -> Rule:

@@ -101,7 +101,7 @@ def _applied(name: str, given: Mapping[str, Any], rule: Rule | None, options: Op
             raise UnreadableError("the script chooses the value by a condition, or has several; this is the last one")
         if re.search(r"\$[\w({]", str(value)):
             raise UnreadableError("a value that only the shell knows")
-        if isinstance(value, Expression):
+        if isinstance(value, Expression) and not rule.by_name:
             raise UnreadableError("an expression of Python, whose value is unknown because the file is not run")
         made = rule.make(value, given)
     except UnreadableError as error:

@@ -33,14 +33,11 @@ from areal_rloo.migrate.rules import (
     weight_decay,
     whole,
 )
+from areal_rloo.migrate.trl_rewards import REWARDS, names, overlong
 from areal_rloo.migrate.trl_steps import HOSTS, PROCESSES, batch, epochs, gpus, in_batches, max_steps, warmup
 
 _WITH_BATCH = absent("with per_device_train_batch_size")
 _SERVER = by_hand("the worker starts the server; other options go into rollout.vllm.arguments")
-_REWARDS = by_hand(
-    "data.train.rewards=[{function: FILE.py:NAME}]: a function here gets one completion, not a batch; see "
-    "docs/rewards.md; accuracy_reward is the reward of the task math"
-)
 
 
 _GRPO_ONLY = ("loss_type", "scale_rewards", "importance_sampling_level", "delta", "top_entropy_quantile")
@@ -147,17 +144,12 @@ def _alone_or_all(sources: list[Options]) -> Options | list[Options]:
     return sources[0] if len(sources) == 1 else sources
 
 
-def _overlong(value: Any, given: Given) -> Options:
-    """ms-swift subtracts for long completions only with the reward `soft_overlong`."""
-    return {"algorithm.rewards.overlong_tokens": value} if "soft_overlong" in str(given.get("reward_funcs")) else {}
-
-
 def _source(name: str, given: Given) -> Options:
     """Read a source; ms-swift writes NAME#N for the first N rows. TRL's `accuracy_reward` is that of our task math."""
     name, _, limit = name.partition("#")
     chosen = source(name)
-    if chosen["task"] == "rows" and "hub" in chosen and "accuracy_reward" in str(given.get("reward_funcs")):
-        chosen = {"task": "math", "hub": chosen["hub"]}
+    if chosen["task"] == "rows" and "accuracy_reward" in names(given):
+        chosen |= {"task": "math"}
     return chosen | ({"num_prompts": whole(int(limit))} if limit.isdecimal() else {})
 
 
@@ -289,10 +281,10 @@ RULES: Mapping[str, Rule] = {
     "split_dataset_ratio": by_hand("data.eval names an evaluation set"),
     "system": made(_system),
     "chat_template_path": to("data.chat_template"),
-    "reward_funcs": _REWARDS,
+    "reward_funcs": REWARDS,
     "reward_model*": by_hand("data.train.rewards=[{model: PATH}]"),
     "reward_weights": by_hand("each part in data.train.rewards has a weight"),
-    "external_plugins": _REWARDS,
+    "external_plugins": REWARDS,
     "output_dir": by_hand("the folder of a run is runs/NAME-TIME; run.folder names another"),
     "run_name": to("run.name", slug),
     "seed": to("run.seed"),
@@ -351,7 +343,7 @@ RULES: Mapping[str, Rule] = {
     "normalize_advantages": made(lambda value, given: {"algorithm.adv_norm.std_level": "batch"} if value else {}),
     "reward_clip_range": to("algorithm.rewards.clip", lambda value: None if value is None else list(value)),
     **dict.fromkeys(("mask_truncated_completions", "overlong_filter"), to("algorithm.rewards.mask_truncated", bool)),
-    "soft_cache_length": made(_overlong, "no reward soft_overlong"),
+    "soft_cache_length": made(overlong, "no reward soft_overlong"),
     "dynamic_sample": made(lambda value, given: {"algorithm.min_reward_std": 1e-6} if value else {}),
     "max_resample_times": to("algorithm.max_filtered_batches"),
     "sync_ref_model": by_hand("model.reference.refresh_every_n_versions copies the policy; TRL mixes the two"),

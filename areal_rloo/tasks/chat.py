@@ -9,23 +9,28 @@ between two turns of the policy is encoded.
 from __future__ import annotations
 
 import copy
+import heapq
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal_rloo.config import Config, DataConfig
 from areal_rloo.errors import DataError, first_line
-from areal_rloo.tasks.base import Item, Message
+from areal_rloo.tasks.base import Item, LazyItems, Message
 from areal_rloo.tasks.tools import tool_schemas
 from areal_rloo.trajectory import ToolCall
 from areal_rloo.waiting import on_daemon_thread
+
+if TYPE_CHECKING:
+    from areal_rloo.tasks.loading import Source
 
 ToolSchema = Mapping[str, Any]
 """A function in OpenAI's format: {"type": "function", "function": {name, description, parameters}}."""
 
 _MARK = "areal-rloo-completion"  # placeholder for a completion while the template renders the text around it
 _MOST_CHARACTERS = 2**24  # of a conversation: more than any context
+_LOOKED_AT = 256  # of the longest texts of a source: the longest prompt in tokens is one of them
 _PROBE_S = 10.0  # for a template to render a few words, which takes milliseconds
 _PROBE = (Message("user", "1+1=?"), Message("assistant", "2"), Message("user", "2+2=?"))
 _PLAIN_TOOLS = """You can call:
@@ -224,6 +229,20 @@ class Tokenizer:
         self._chat = chat
         self._data = data
         self.num_truncated = 0  # prompts truncated so far
+
+    def checked(self, sources: list[Source]) -> list[Source]:
+        """Return the sources if their longest texts fit: an error at the start, not in the middle of the run.
+
+        Items that are made one by one are not looked at.
+
+        Raises:
+            DataError: a prompt is too long under `data.overlong_prompts: error`; names the prompt.
+        """
+        known = [source.items for source in sources if not isinstance(source.items, LazyItems)]
+        for items in known if self._data.overlong_prompts == "error" else ():
+            for number, item in heapq.nlargest(_LOOKED_AT, enumerate(items, start=1), key=lambda one: len(one[1].text)):
+                self(item, number)
+        return sources
 
     def __call__(self, item: Item, number: int) -> tuple[int, ...] | None:
         """Return the token ids of the prompt; None for a prompt to leave out. `number`: of the item in its source.

@@ -118,6 +118,10 @@ class Health:
         groups = config.learner.groups_per_step
         self.breaks, self._sets = breaks, {source.label for source in config.data.eval_sources}
         self._max_norm, self._max_staleness = config.learner.optimizer.max_grad_norm, config.algorithm.max_staleness
+        # With a baseline of the group, equal rewards leave an advantage to a KL in the reward alone.
+        kl, norms = config.algorithm.kl, (config.algorithm.adv_norm, config.algorithm.reward_norm)
+        of_group = any(norm.mean_level == "group" for norm in norms)
+        self._kl_alone = of_group and kl.coefficient > 0 and kl.placement == "reward"
         self._in_a_row = max(_IN_A_ROW, math.ceil(_SAMPLES / (groups * config.algorithm.group_size)))
         self._equal_in_a_row = max(_IN_A_ROW, math.ceil(_GROUPS / groups))
         self._recent = max(_RECENT, math.ceil(_GROUPS / groups))
@@ -214,9 +218,9 @@ class Health:
             earlier = f", {first.reward_mean:.3g} in step {first.policy_version}" if fell else ""
             yield _judged(
                 "no_signal",
-                self._all_of(num, _has_equal_rewards),
-                f"all rewards of each group are equal (mean reward {last.reward_mean:.3g}{earlier}), so the advantages "
-                "are 0",
+                self._all_of(num, self._has_equal_rewards),
+                f"all rewards of each group are equal (mean reward {last.reward_mean:.3g}{earlier}), so "
+                f"{'only the KL to the reference trains' if self._kl_alone else 'the advantages are 0'}",
                 _SLOWER
                 if earlier
                 else "look at trajectories with areal-rloo inspect RUN_FOLDER; the reward may never be given, or the "
@@ -328,17 +332,17 @@ class Health:
         error = math.sqrt(squares / (len(means) - 1) / len(means))
         return _Reward(mean, self._mean("reward_std"), error, version)
 
+    def _has_equal_rewards(self, step: TrainRecord) -> bool:
+        """Tell a step without a signal from one whose tokens are all masked."""
+        is_flat = self._kl_alone or not step.advantage_abs_mean > 0
+        return step.trained_tokens > 0 and step.zero_variance_group_share == 1 and is_flat
+
     def _all_of(self, num_steps: int, holds: Callable[[TrainRecord], bool]) -> bool:
         return all(holds(step) for step in list(self._steps)[-num_steps:])
 
     def _mean(self, field: str) -> float:
         """Return the mean of the last steps, without those that could not measure the number; NaN if none could."""
         return _mean_of(_finite(attrgetter(field)(step) for step in list(self._steps)[-self._recent :]))
-
-
-def _has_equal_rewards(step: TrainRecord) -> bool:
-    """Tell a step without a signal from one whose tokens are all masked."""
-    return step.trained_tokens > 0 and step.zero_variance_group_share == 1 and not step.advantage_abs_mean > 0
 
 
 def _fallen(evaluations: Sequence[EvalRecord]) -> Iterator[_Judgement]:

@@ -19,8 +19,8 @@ from areal_rloo.config import (
 from areal_rloo.errors import ConfigError
 
 
-def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
-    assert load_config(write(tmp_path, "")) == Config()
+def test_a_file_with_a_comment_alone_gives_the_defaults(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "# all defaults")) == Config()
 
 
 def test_an_empty_section_gives_its_defaults(tmp_path: Path) -> None:

@@ -128,3 +128,12 @@ def test_a_size_may_be_written_with_a_unit(text: str, expected: int) -> None:
 def test_a_size_in_another_form_names_the_form(text: str) -> None:
     with pytest.raises(ConfigError, match=r"launcher\.memory_per_host: expected bytes, as 24000000000, 24GB or 24GiB"):
         load_config("quickstart.yaml", [f"launcher.memory_per_host={text}"])
+
+
+def test_a_file_that_was_written_in_vain_is_refused(tmp_path: Path) -> None:
+    """`areal-rloo migrate typo.py > my.yaml` leaves an empty file, which would train the tiny model on sums."""
+    file = tmp_path / "my.yaml"
+    file.write_text("")
+    with pytest.raises(ConfigError, match=r"my\.yaml: is empty; expected sections"):
+        load_config(str(file))
+    assert load_config(str(file), ["run.seed=3"]).run.seed == 3

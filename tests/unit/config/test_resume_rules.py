@@ -68,7 +68,7 @@ def test_equal_configs_have_no_changes() -> None:
     ],
 )
 def test_a_change_is_named_with_both_values(tmp_path: Any, override: str, key: str, values: str, effect: str) -> None:
-    (tmp_path / "empty.yaml").write_text("")
+    (tmp_path / "empty.yaml").write_text("# all defaults")
     found = changes(load_config(str(tmp_path / "empty.yaml")), load_config(str(tmp_path / "empty.yaml"), [override]))
     assert [(change.key, change.rule.effect) for change in found] == [(key, effect)]
     assert found[0].values.startswith(values)
@@ -97,3 +97,21 @@ def test_the_line_of_a_change_names_key_values_and_step() -> None:
 def test_long_values_are_shortened_to_a_line() -> None:
     assert len(shown("many words\n" * 100)) == 60
     assert shown("") == "''"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "effects"),
+    [
+        ([], ["overlong_prompts=filter"], {"allowed"}),
+        ([], ["max_prompt_tokens=999", "overlong_prompts=truncate_left"], {"allowed"}),
+        ([], ["max_prompt_tokens=9"], {"refused"}),
+        (["overlong_prompts=filter"], ["overlong_prompts=filter", "max_prompt_tokens=999"], {"refused"}),
+        (["overlong_prompts=truncate_left"], [], {"refused"}),
+    ],
+)
+def test_a_run_that_met_a_long_prompt_may_go_on_with_another_rule(
+    before: list[str], now: list[str], effects: set[str]
+) -> None:
+    """Under `error`, all prompts under way are within the limit."""
+    one, other = (load_config("quickstart.yaml", [f"data.{each}" for each in overrides]) for overrides in (before, now))
+    assert {change.rule.effect for change in changes(one, other)} == effects

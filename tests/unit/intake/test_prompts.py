@@ -102,3 +102,22 @@ def test_every_prompt_that_fits_is_handed_out_once_per_epoch(
     assert sorted(taken) == [(epoch, index) for epoch in range(num_epochs) for index, fit in enumerate(fits) if fit]
     assert second.num_filtered == num_epochs * fits.count(False)
     assert second.epoch == num_epochs
+
+
+def test_the_longest_prompt_is_met_at_the_start(tiny_folders: dict[str, Path]) -> None:
+    """Not at step 400, when a stream comes to it."""
+    config = DataConfig(max_prompt_tokens=9)
+    tokenize = Tokenizer(ChatFormat(load_tokenizer(str(tiny_folders["qwen2"])), config), config)
+    items = [Item("1+1=?", source="mine")] * 1000
+    fitting, long = Source("mine", items), Source("mine", [*items, Item("1+2+3+4+5+6=?", source="mine"), *items])
+    assert tokenize.checked([fitting]) == [fitting]
+    with pytest.raises(DataError, match="expected at most 9, got 13 tokens for item 1001 of the source 'mine'"):
+        tokenize.checked([fitting, long])
+
+
+@pytest.mark.parametrize("rule", ["filter", "truncate_left"])
+def test_with_another_rule_nothing_is_met_at_the_start(rule: str, tiny_folders: dict[str, Path]) -> None:
+    config = DataConfig(max_prompt_tokens=3, overlong_prompts=rule)  # type: ignore[arg-type]
+    tokenize = Tokenizer(ChatFormat(load_tokenizer(str(tiny_folders["qwen2"])), config), config)
+    tokenize.checked([Source("mine", [Item("1+1=?")])])
+    assert tokenize.num_truncated == 0

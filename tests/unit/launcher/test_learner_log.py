@@ -169,3 +169,10 @@ def test_a_resume_is_told_with_its_step_and_its_dropped_groups(tmp_path: Path) -
         "resume: 3 of 8 groups under way do not fit",
     ]
     assert log.resumed == [15]
+
+
+def test_the_handshake_of_a_worker_is_no_news(make_train_record: MakeTrainRecord, tmp_path: Path) -> None:
+    run = _Run(tmp_path, make_train_record)
+    hello = "rollout-0 says hello with version 0: 358 duties, 0 lost on their way, 0 void"
+    run.log.look(_line("the learner publishes version 0", module="loop"), _line(hello, module="intake", level="INFO"))
+    assert run.after(30)[0].endswith(f"; the learner says: the learner publishes version 0 ({run.log.path})")

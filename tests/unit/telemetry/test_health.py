@@ -347,3 +347,22 @@ def test_the_document_names_every_symptom_in_order() -> None:
 def test_every_symptom_is_in_the_metric_and_shown_by_a_test() -> None:
     assert {*SHOWN, *SHOWN_LATER, "accuracy_fell"} == set(SYMPTOMS)
     assert set(_health().statistics().symptom) == set(SYMPTOMS)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["algorithm.preset=rloo_trl"], "so only the KL to the reference trains; look at trajectories"),
+        (["algorithm.preset=grpo"], None),  # the KL is in the loss, and no part of the advantages
+        (["algorithm.preset=reinforce_plus_plus"], None),  # the mean of the batch: groups differ
+    ],
+)
+def test_equal_rewards_are_no_signal_also_beside_a_kl_in_the_reward(
+    options: list[str], words: str | None, make_train_record: Make
+) -> None:
+    numbers = {"zero_variance_group_share": 1.0, "advantage_abs_mean": 0.02, "reward_mean": 0.0}
+    lines = _said(
+        _health(*options, "algorithm.kl.coefficient=0.05"), _steps(make_train_record, numbers, first=1, last=3)
+    )
+    assert [words in line for line in lines if words] == ([True] if words else [])
+    assert (lines == []) == (words is None)
