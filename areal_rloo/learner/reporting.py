@@ -99,6 +99,7 @@ class Reporter:
         self._stepped = self._evaluated = datetime.now(UTC)
         self._steps_s = deque([_FIRST_STEP_S, *_step_times_s(records)], maxlen=_LAST_STEPS)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="metrics")
+        self._num_missing = 0  # records since the last one that was written; of the writer's thread
         self._before = msgspec.structs.replace(self.totals)
         self._first_step: IntakeStatistics | None = None
         self._waits_since_s: float | None = None  # the learner, for a batch
@@ -297,7 +298,12 @@ class Reporter:
         try:
             self.file.append(record)
         except OSError as error:  # a full disk must not end the run
+            self._num_missing += 1
             logger.error("a record is missing from metrics.jsonl: %s", error)
+            return
+        if self._num_missing > 0:
+            logger.warning("metrics.jsonl is written again; %d records are missing", self._num_missing)
+            self._num_missing = 0
 
 
 def _step_times_s(records: Iterable[Record]) -> Iterator[float]:

@@ -17,7 +17,7 @@ from areal_rloo.learner.reporting import Reporter
 from areal_rloo.learner.state import Totals
 from areal_rloo.telemetry.health import Health
 from areal_rloo.telemetry.metrics import MetricsFile, read_records
-from areal_rloo.telemetry.records import LedgerCounts, TrainRecord
+from areal_rloo.telemetry.records import EvalRecord, LedgerCounts, TrainRecord
 
 
 def _reporter(
@@ -168,3 +168,27 @@ def test_a_hung_loop_takes_no_number_of_the_last_step(
     assert (value("areal_rloo_loss"), value("areal_rloo_generated_tokens_total")) == (0.5, 10)
     reporter.close()
     file.close()
+
+
+def test_a_disk_that_is_free_again_is_a_line_with_the_missing_records(
+    eval_record: EvalRecord, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    class Disk(MetricsFile):
+        is_full = False
+
+        def append(self, record: TrainRecord | EvalRecord) -> None:
+            if self.is_full:
+                raise OSError(28, "No space left on device")
+            super().append(record)
+
+    file = Disk(tmp_path / "metrics.jsonl")
+    reporter = _reporter(file, Totals())
+    for version, is_full in enumerate((False, True, True, False, False)):
+        file.is_full = is_full
+        reporter.evaluation(msgspec.structs.replace(eval_record, policy_version=version))
+        reporter._writer.submit(lambda: None).result()
+    reporter.close()
+    file.close()
+    assert [record.policy_version for record in read_records(tmp_path / "metrics.jsonl")] == [0, 3, 4]
+    assert caplog.text.count("a record is missing from metrics.jsonl: [Errno 28] No space left on device") == 2
+    assert caplog.text.count("metrics.jsonl is written again; 2 records are missing") == 1
