@@ -170,6 +170,24 @@ def _run(tests: list[dict[str, Any]], folder: Path) -> str:
     return "" if ended.returncode == 0 else ended.stdout + ended.stderr
 
 
+@pytest.mark.parametrize(("gigabytes_an_hour", "fires"), [(2, True), (8, True), (0.5, False), (-2, False)])
+@pytest.mark.parametrize("gigabytes", [20, 90])
+def test_a_slow_leak_of_a_large_process_is_seen(
+    gigabytes: int, gigabytes_an_hour: float, fires: bool, tmp_path: Path
+) -> None:
+    """The memory never grows by half within an hour."""
+    hours, start = 4, gigabytes * 1e9
+    step, num = gigabytes_an_hour * 1e9 * _INTERVAL_S / 3600, hours * 3600 // _INTERVAL_S
+    series = {
+        'process_start_time_seconds{job="areal_rloo",': "0",
+        'up{job="areal_rloo",': "1",
+        P + 'memory_bytes{of="process",': f"{start:.0f}{step:+.0f}",
+    }
+    given = [{"series": f"{name}{_LEARNER}}}", "values": f"{values}x{num}"} for name, values in series.items()]
+    alerts = {"MemoryGrows"} if fires else set()
+    assert _run([_fires(given, 60 * hours, alerts, "leak")], tmp_path) == ""
+
+
 def test_every_alert_has_a_cause() -> None:
     groups = yaml.safe_load(RULES.read_text())["groups"]
     assert {rule["alert"] for group in groups for rule in group["rules"]} == set(CAUSES)
