@@ -103,8 +103,10 @@ def test_tokens_past_the_bound_are_found_in_a_step(run_folder: Path) -> None:
 
 def test_tokens_past_the_bound_are_found_in_a_trajectory(run_folder: Path) -> None:
     def age(lines: list[Line]) -> list[Line]:
-        last = lines[-1]
-        return [*lines[:-1], _set(last, versions=[[last["policy_version"] - 2, len(last["token_ids"])]])]
+        place = max(index for index, line in enumerate(lines) if line.get("dropped") is None)
+        last = lines[place]
+        lines[place] = _set(last, versions=[[last["policy_version"] - 2, len(last["token_ids"])]])
+        return lines
 
     _edit(run_folder / FILE_NAME, age)
     assert judge(run_folder).num_past_bound > 0
