@@ -1,6 +1,6 @@
 """Prepares the next batch while the ranks train on this one: masks, advantages, packing and encoding.
 
-Else all GPUs of the learner wait for rank 0 between two steps: for 42 ms a million tokens (docs/scaling.md). Nothing is
+Else all GPUs of the learner wait for rank 0 between two steps: for 40 ms a million tokens (docs/scaling.md). Nothing is
 taken from the intake ahead, so ledger, admission and checkpoints know of no second batch. A thread prepares the batch
 of the next version as far as known. If exactly this batch comes, for this version, the step uses the preparation;
 otherwise, the training thread prepares the batch. So a step is the same to the bit.

@@ -33,7 +33,7 @@ from areal_rloo.migrate.rules import (
     weight_decay,
     whole,
 )
-from areal_rloo.migrate.trl_rewards import REWARDS, names, overlong
+from areal_rloo.migrate.trl_rewards import BY_HAND, REWARDS, names, overlong
 from areal_rloo.migrate.trl_steps import HOSTS, PROCESSES, batch, epochs, gpus, in_batches, max_steps, warmup
 
 _WITH_BATCH = absent("with per_device_train_batch_size")
@@ -284,7 +284,7 @@ RULES: Mapping[str, Rule] = {
     "reward_funcs": REWARDS,
     "reward_model*": by_hand("data.train.rewards=[{model: PATH}]"),
     "reward_weights": by_hand("each part in data.train.rewards has a weight"),
-    "external_plugins": REWARDS,
+    "external_plugins": by_hand(BY_HAND),
     "output_dir": by_hand("the folder of a run is runs/NAME-TIME; run.folder names another"),
     "run_name": to("run.name", slug),
     "seed": to("run.seed"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from areal_rloo.migrate.rules import Given, Options, Rule, UnreadableError
 
-_BY_HAND = (
+BY_HAND = (
     "data.train.rewards=[{function: FILE.py:NAME}], with {task: math} in the list for accuracy_reward: a function here "
     "gets one completion, not a batch; see docs/rewards.md"
 )
@@ -27,7 +27,7 @@ def overlong(value: Any, given: Given) -> Options:
 
 def _of_task(value: Any, given: Given) -> Options:
     if names(given) != ["accuracy_reward"]:
-        raise UnreadableError(_BY_HAND)
+        raise UnreadableError(BY_HAND)
     return {}  # the source has the task
 
 

@@ -26,9 +26,8 @@ class Broken(NamedTuple):
 
 def highest_token(tokens: npt.NDArray[np.int32]) -> int | Broken:
     """Return the highest id, -1 without tokens; or a broken rule. A single pass: a batch has many tokens."""
-    highest = (
-        int(np.maximum.reduce(tokens.view(np.uint32))) if len(tokens) else -1
-    )  # a negative id is higher than all others
+    unsigned = tokens.view(np.uint32)  # a negative id is higher than all others
+    highest = int(np.maximum.reduce(unsigned)) if len(tokens) else -1
     return highest if highest <= _HIGHEST_INT32 else Broken("tokens: expected ids of at least 0", tokens < 0)
 
 

@@ -1,6 +1,6 @@
 """Draws the shipped dashboards with Grafana's own panels, from npm, and with the answers of a real Prometheus.
 
-    python tests/support/drawn_dashboards.py http://127.0.0.1:9090 FOLDER --minutes 5 [--width 1360]
+    python tests/support/drawn_dashboards.py 9090 FOLDER --minutes 5 [--width 1360]
 
 Writes a page for each dashboard, which needs no server and no network.
 """
@@ -12,14 +12,13 @@ import shutil
 import subprocess
 import sys
 import time
-import urllib.parse
-import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support.monitoring import dashboards, with_values
+from support.prometheus import Prometheus
 
 SOURCE = Path(__file__).resolve().parents[1] / "grafana"
 BUILT = Path(__file__).resolve().parents[2] / "build" / "grafana"
@@ -98,18 +97,13 @@ def _in_script(text: str) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("prometheus")
+    parser.add_argument("port", type=int, help="of a Prometheus on this machine")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--until", type=float, default=time.time(), help="seconds since 1970")  # noqa: TID251
     parser.add_argument("--width", type=int, default=1360)
     options = parser.parse_args(arguments)
-
-    def ask(path: str, **parameters: object) -> Any:
-        address = f"{options.prometheus}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
-        with urllib.request.urlopen(address, timeout=60) as answer:
-            return json.loads(answer.read())["data"]
-
+    ask = Prometheus(options.port).ask
     built, times = bundle(), {"from_s": options.until - 60 * options.minutes, "to_s": options.until}
     options.folder.mkdir(parents=True, exist_ok=True)
     for name, dashboard in dashboards().items():

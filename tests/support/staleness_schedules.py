@@ -73,7 +73,6 @@ class Simulation:
         self.incarnation = 0
         self.trained: Counter[SampleId] = Counter()
         self.trained_prompts: Counter[int] = Counter()
-        self.num_foreseen = 0
         self._start(config, Ledger(), self._stream())
 
     def _stream(self) -> PromptStream:
@@ -194,7 +193,6 @@ class Simulation:
         assert [group.group_id for group in foreseen] == [group.group_id for group in batch]
         for ahead, taken in zip(foreseen, batch, strict=True):
             assert all(one is other for one, other in zip(ahead.trajectories, taken.trajectories, strict=True))
-        self.num_foreseen += 1
 
     def check_batch(self, batch: Sequence[Group]) -> None:
         eta, policy = self.config.algorithm.max_staleness, self.config.algorithm.stale_tokens
