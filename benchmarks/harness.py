@@ -2,9 +2,10 @@
 
 A benchmark is a module with a `BENCHMARK`. The first line of its docstring is the question. `cases` is a generator: a
 case is set up before its `yield`, measured during the `yield`, and cleaned up after. In each round, every contestant of
-the case does the work once. The first contestant changes with the round, so no contestant is always behind the same
-other. A ratio is taken within a round, because the speed of a shared machine changes over the minutes. A case with too
-wide a ratio is measured again, as a whole; the result names the number of attempts.
+the case does the work once, or in several turns, of which the median counts. The first contestant changes with the turn,
+so no contestant is always behind the same other. A ratio is taken within a round, because the speed of a shared machine
+changes over the minutes. A case with too wide a ratio is measured again, as a whole; the result names the number of
+attempts.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Case:
     contestants: Mapping[str, Callable[[], float]]
     ratios: Sequence[tuple[str, str]]  # a contestant, and its named alternative
     rounds: int  # at least 2
+    turns: int = 1  # of each contestant in a round: where a single turn depends on the machine's luck
     larger_is_better: bool = False
     warm_up: bool = True  # a round before that does not count
     exact: bool = False  # the numbers hardly change, so two rounds are enough to report them
@@ -86,6 +88,7 @@ class Numbers(msgspec.Struct, frozen=True):
     measured: dict[str, Measured]
     ratios: list[Ratio]
     attempts: int = 1  # those before had a wide ratio
+    turns: int = 1  # of each contestant in a round
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -144,15 +147,22 @@ def measure(case: Case) -> Numbers:
     """Let the contestants take turns, and return the medians and spreads over the rounds."""
     values: dict[str, list[float]] = {name: [] for name in case.contestants}
     names = list(values)
+    num_turns = 0
     for number in range(case.rounds + case.warm_up):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            value = case.contestants[name]()
-            if number >= case.warm_up:
-                values[name].append(value)
+        of_round: dict[str, list[float]] = {name: [] for name in names}
+        for _ in range(case.turns if number >= case.warm_up else 1):
+            first = num_turns % len(names)
+            num_turns += 1
+            for name in names[first:] + names[:first]:
+                of_round[name].append(case.contestants[name]())
+        if number >= case.warm_up:
+            for name, of_turns in of_round.items():
+                values[name].append(statistics.median(of_turns))
     measured = {name: Measured(_short(statistics.median(of)), _quartiles(of)) for name, of in values.items()}
     ratios = [_ratio(of, to, values[of], values[to]) for of, to in case.ratios]
-    return Numbers(case.name, case.unit, case.larger_is_better, case.rounds, case.facts, measured, ratios)
+    return Numbers(
+        case.name, case.unit, case.larger_is_better, case.rounds, case.facts, measured, ratios, turns=case.turns
+    )
 
 
 def write(result: Result, folder: Path) -> None:

@@ -34,6 +34,7 @@ def markdown(result: Result) -> str:
 def _tables(numbers: Numbers) -> Iterable[str]:
     facts = [f"{name} {value}" for name, value in numbers.facts.items()]
     rounds = "unknown" if numbers.rounds is None else str(numbers.rounds)
+    rounds += f", of {numbers.turns} turns each" if numbers.turns > 1 else ""
     better = "larger" if numbers.larger_is_better else "smaller"
     yield f"Rounds: {rounds}. A {better} number is better. {', '.join(facts)}".rstrip()
     yield from ("", f"| contestant | median, {numbers.unit} | quartiles |", "|---|---|---|")

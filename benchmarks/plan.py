@@ -29,7 +29,7 @@ def cases(quick: bool) -> Generator[Case]:
     }
     contestants["python"] = partial(timed, partial(subprocess.run, [sys.executable, "-c", ""], check=True))
     ratios = [(name, "1_hosts") for name in contestants if name != "1_hosts"]
-    yield Case("dry_run", "s", contestants, ratios, rounds=2 if quick else 9, facts=facts)
+    yield Case("dry_run", "s", contestants, ratios, rounds=2 if quick else 5, turns=1 if quick else 3, facts=facts)
 
 
 def _plan(num_hosts: int, facts: dict[str, Any]) -> float:

@@ -192,11 +192,10 @@ def test_the_words_about_the_wire_equal_the_result_file() -> None:
     def over(of: str, to: str) -> list[str]:
         return [f"{result.ratio(numbers.case, of, to):.2f}" for numbers in result.cases]
 
-    raw, protocol = over("raw_curve", "raw_tcp")[1], over("protocol_curve", "protocol_tcp")[1]
-    first, second, third = over("protocol_ipc", "protocol_tcp")
-    files = over("raw_ipc", "raw_tcp")
+    raw, protocol = " and ".join(over("raw_curve", "raw_tcp")), " and ".join(over("protocol_curve", "protocol_tcp"))
+    whole, files = " and ".join(over("protocol_ipc", "raw_ipc")), " and ".join(over("protocol_ipc", "protocol_tcp"))
     words = " ".join(MEASURED.split())
+    assert f"The protocol over a socket file has {whole} of the rate of raw bytes." in words
     assert f"CURVE has {raw} of the raw rate of TCP without keys, and {protocol} of the protocol's rate." in words
-    assert f"The socket file has {first}, {second} and {third} of the protocol's rate over TCP" in words
-    assert f"Raw messages over a socket file have {min(files)} to {max(files)} of the rate" in words
-    assert f"medians of {result.cases[0].rounds} interleaved" in words
+    assert f"The socket file has {files} of the protocol's rate over TCP" in words
+    assert f"medians of {result.cases[0].rounds} interleaved rounds" in words

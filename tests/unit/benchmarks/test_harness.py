@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
 from benchmarks import __main__ as command
@@ -48,6 +49,17 @@ def test_contestants_take_turns_and_the_first_changes_by_round() -> None:
     contestants = {name: _contestant(name, [1.0] * 4, calls) for name in "abc"}
     measure(Case("load", "s", contestants, [], rounds=3))
     assert "".join(calls) == "abc" + "bca" + "cab" + "abc"  # the first round is the warm-up
+
+
+def test_the_median_of_the_turns_of_a_round_counts() -> None:
+    calls: list[str] = []
+    ours = [100.0, *(1.0, 50.0, 2.0), *(6.0, 4.0, 90.0)]  # a warm-up, and two rounds of three turns
+    contestants = {"a": _contestant("a", ours, calls), "b": _contestant("b", [2.0] * 7, calls)}
+    numbers = measure(Case("load", "s", contestants, [("a", "b")], rounds=2, turns=3))
+    assert "".join(calls) == "ab" + "ba" + "ab" + "ba" + "ab" + "ba" + "ab"
+    assert (numbers.turns, numbers.measured["a"].median, numbers.ratios[0].interval) == (3, 4.0, (1.0, 3.0))
+    result = msgspec.structs.replace(_result(), cases=[numbers])
+    assert "Rounds: 2, of 3 turns each." in pages.markdown(result)
 
 
 def test_the_warm_up_does_not_count_and_is_left_out_on_demand() -> None:
