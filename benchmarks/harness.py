@@ -2,10 +2,10 @@
 
 A benchmark is a module with a `BENCHMARK`. The first line of its docstring is the question. `cases` is a generator: a
 case is set up before its `yield`, measured during the `yield`, and cleaned up after. In each round, every contestant of
-the case does the work once, or in several turns, of which the median counts. The first contestant changes with the turn,
-so no contestant is always behind the same other. A ratio is taken within a round, because the speed of a shared machine
-changes over the minutes. A case with too wide a ratio is measured again, as a whole; the result names the number of
-attempts.
+the case does the work once, or in several turns, of which the median counts. The first contestant changes with the
+turn, so no contestant is always behind the same other. A ratio is taken within a round, because the speed of a shared
+machine changes over the minutes. A case with too wide a ratio is measured again, as a whole; the result names the
+number of attempts.
 """
 
 from __future__ import annotations

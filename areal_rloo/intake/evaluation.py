@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 
 from areal_rloo.errors import DataError
 from areal_rloo.intake.ledger import Sample
@@ -108,14 +108,14 @@ class Evaluation:
         """True if samples wait for a lease."""
         return bool(self._waiting)
 
-    def take_waiting(self) -> list[tuple[int, Prompt, tuple[int, ...]]]:
-        """Return every prompt with samples to lease, each with its group id and the sample indices."""
+    def take_waiting(self, most_samples: int | None = None) -> list[tuple[int, Prompt, tuple[int, ...]]]:
+        """Return the prompts of all or so many samples to lease, each with its group id and the sample indices."""
         groups: dict[int, list[int]] = {}
-        for sample_id in self._waiting:
+        for sample_id in [*islice(self._waiting, most_samples)]:
+            del self._waiting[sample_id]
             sample = self.sample(sample_id)
             if sample is not None and sample.worker_id is None:  # else a late result came, or the holder came back
                 groups.setdefault(sample_id[0], []).append(sample_id[1])
-        self._waiting = {}
         return [(group_id, self.prompt(group_id), tuple(sorted(indices))) for group_id, indices in groups.items()]
 
     def wait_again(self, sample_id: SampleId) -> None:

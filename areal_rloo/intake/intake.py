@@ -98,7 +98,7 @@ class Intake:
             replies = []  # addressed to an earlier learner: the ids mean other samples now
         else:
             replies = self._apply(peer, message, now_s)
-        return replies + self.grants()
+        return replies if self.owes_grants else replies + self.grants()
 
     def disconnected(self, peer: str, now_s: float) -> None:
         """Record the end of the connection to a peer: the process has ended, or will connect again."""
@@ -117,11 +117,16 @@ class Intake:
         return outgoing + self.grants()
 
     def grants(self) -> list[Outgoing]:
-        """Grant all leases possible now."""
+        """Grant leases: all that are possible now, or a part of a large step."""
         if self.draining:
             return []
         granted = self._leasing.grants(self._policy_version, self._published)
         return [Outgoing(worker.peer, wire.Leases(self.learner_id, tuple(leases))) for worker, leases in granted]
+
+    @property
+    def owes_grants(self) -> bool:
+        """True if another `grants` is due at once."""
+        return self._leasing.owes and not self.draining
 
     # -- decisions of the training thread ------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 The intake calls `grants` after every event and sends the leases. Admission follows the staleness bound and the free
 capacity of the workers. Lost samples take their room before new groups are admitted. The cost of an event does not grow
-with the samples in flight.
+with the samples in flight, nor with the groups of a step: a large step is leased a part at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from areal_rloo.algorithm.staleness import deadline, num_admissible
 from areal_rloo.config import Config
-from areal_rloo.errors import DecodeError
 from areal_rloo.intake.buffer import Buffer
 from areal_rloo.intake.evaluation import Evaluation
 from areal_rloo.intake.fleet import Fleet, Worker
@@ -24,9 +23,11 @@ from areal_rloo.telemetry import trace
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import SampleId, purpose_of
 from areal_rloo.wire.messages import Duty, Lease
-from areal_rloo.wire.turns import decode_turns
+from areal_rloo.wire.turns import oldest_version
 
 logger = get_logger(__name__)
+
+_MOST_GRANTED = 1024  # samples at once: all leases for the next step of 64 workers would hold up the loop for 20 ms
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class Leasing:
     stream: PromptStream
     evaluation: Evaluation
     newest_lease: int = field(default=0, init=False)  # the last lease id
+    owes: bool = field(default=False, init=False)  # the last `grants` left some for the next
     _first_seed: int = field(init=False)  # of group 0: far from the seeds of every other run seed
     _queue: GroupQueue = field(init=False)  # all groups with waiting samples, and some that no longer have any
 
@@ -72,7 +74,8 @@ class Leasing:
         return duty.group_id < self.ledger.admitted_groups
 
     def grants(self, policy_version: int, published: int) -> list[tuple[Worker, list[Lease]]]:
-        """Grant all leases possible now: evaluation first, then lost samples, then groups not yet started."""
+        """Grant leases: evaluation first, then lost samples, then groups not yet started. `owes`: there are more."""
+        self.owes = False
         leases = [*self._evaluation_leases(), *self._train_leases(policy_version, published)]
         granted: dict[str, tuple[Worker, list[Lease]]] = {}
         for worker, lease in leases:
@@ -85,24 +88,27 @@ class Leasing:
             return
         workers = [worker for worker in self.fleet.alive.values() if worker.gets_leases]
         trusted = [worker for worker in workers if not worker.num_lies] or workers
-        for number, (group_id, prompt, indices) in enumerate(self.evaluation.take_waiting() if workers else ()):
+        for group_id, prompt, indices in self.evaluation.take_waiting(_MOST_GRANTED) if workers else ():
             last = self._last_holders(self.evaluation.sample((group_id, index)) for index in indices)
             choice = ([worker for worker in trusted if worker.worker_id not in last] if last else []) or trusted
-            worker = choice[number % len(choice)]
+            worker = choice[~group_id % len(choice)]
             seed, version = self.evaluation.seed(group_id), self.evaluation.policy_version
             samples = {index: self.evaluation.sample((group_id, index)) for index in indices}
             yield worker, self._lease(worker, group_id, samples, prompt, version, seed)
+        self.owes = bool(workers) and self.evaluation.has_waiting
 
     def _train_leases(self, policy_version: int, published: int) -> Iterator[tuple[Worker, Lease]]:
         """Lease whole groups to the worker with the most room, liars last, while any worker has room.
 
         The cost does not grow with the groups in flight, nor with the workers that have no room.
         """
-        if not self._queue and (self.stream.exhausted or not self._num_admissible(policy_version, published)):
+        num_new = 0 if self.stream.exhausted else self._num_admissible(policy_version, published)
+        if not self._queue and not num_new:
             return
-        room = Room(self.fleet)
+        room = Room(self.fleet, len(self._queue) + num_new)
         passed_over: list[LedgerGroup] = []  # they wait for room at another worker, and take none
-        while room and (group := self._next_group(policy_version, published)) is not None:
+        most = _MOST_GRANTED
+        while room and most > 0 and (group := self._next_group(policy_version, published)) is not None:
             indices = group.waiting
             worker = room.take(self._last_holders(group.samples[index] for index in indices))
             if worker is None:
@@ -110,6 +116,7 @@ class Leasing:
                 continue
             version = max(group.admission_version, worker.joined_version)
             seed = (self._first_seed + (group.group_id << 20)) % 2**64  # sample i adds i
+            most -= len(indices)
             if group.deadline < policy_version:  # new tokens respect the bound, and those so far do not
                 for index in indices:
                     group.samples[index].partial = b""
@@ -117,6 +124,7 @@ class Leasing:
                 samples = {index: group.samples[index] for index in together}
                 yield worker, self._lease(worker, group.group_id, samples, group.prompt, version, seed)
             room.put_back(worker)
+        self.owes |= most <= 0
         for group in passed_over:
             self._queue.push(group)
 
@@ -172,7 +180,7 @@ class Leasing:
         # Without a partial rollout of a liar, or of a run with longer messages, the sample begins anew.
         partial = b"" if first is None or len(first.partial) > most else first.partial
         lease = Lease(self.newest_lease, group_id, tuple(samples), prompt.tokens, prompt.item, version, seed, partial)
-        grant = Grant(lease.lease_id, worker.worker_id, _oldest_version(partial, version), bool(partial))
+        grant = Grant(lease.lease_id, worker.worker_id, oldest_version(partial, version), bool(partial))
         for index, sample in samples.items():  # a commit leases a whole step: little work for each
             assert sample is not None, f"sample {(group_id, index)} has an outcome already"
             sample.lease(grant)
@@ -202,15 +210,6 @@ class Leasing:
             num_train_steps=self.config.learner.num_train_steps,
             num_live=len(self.ledger.groups),
         )
-
-
-def _oldest_version(partial: bytes, min_version: int) -> int:
-    """Return the lowest version of an answer that continues a partial rollout."""
-    try:
-        turns = decode_turns(partial)
-    except DecodeError:
-        return min_version  # the worker cannot read the partial rollout either, and begins anew
-    return min([min_version, *(int(turn.completion.versions.min(initial=min_version)) for turn in turns)])
 
 
 def _leased_together(group: LedgerGroup, indices: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -22,6 +22,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from areal_rloo.intake.prompts import Prompt
+from areal_rloo.intake.work import Drop, Totals
 from areal_rloo.telemetry.records import LedgerCounts
 from areal_rloo.trajectory import Group, SampleId, Trajectory
 from areal_rloo.wire.turns import num_tokens_of, num_written
@@ -121,30 +122,6 @@ class LedgerGroup:
         item, prompt = self.prompt.item, self.prompt
         place = (item.source, prompt.epoch, prompt.item_index, item.answer)
         return Group(self.group_id, self.deadline, tuple(done), *place)
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """A dropped sample, for inspection; `trajectories` is empty if none arrived."""
-
-    group_id: int
-    sample_index: int
-    prompt: Prompt
-    trajectories: tuple[Trajectory, ...]
-    reason: str
-    detail: str
-
-
-@dataclass(slots=True, kw_only=True)
-class Totals:
-    """Counts since the beginning of the run, in samples unless named otherwise."""
-
-    admitted_groups: int = 0  # the next group id, too
-    dropped_groups: int = 0
-    admitted: int = 0
-    trained: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)  # by reason
-    dropped_tokens: Counter[str] = field(default_factory=Counter)
 
 
 class Ledger:

@@ -6,6 +6,7 @@ Each operation costs the logarithm of the queue's length. So the cost of a messa
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
@@ -58,12 +59,18 @@ class GroupQueue:
 
 
 class Room:
-    """The workers with free room now: those with the fewest refused answers first, then those with the most room."""
+    """The workers with free room now: those with the fewest refused answers first, then those with the most room.
 
-    def __init__(self, fleet: Fleet) -> None:
+    A worker has its share of the groups in one turn, so that they go out in one message.
+    """
+
+    def __init__(self, fleet: Fleet, num_groups: int) -> None:
+        """`num_groups`: to share among the workers."""
         self._fleet = fleet
+        self._num_put_back = 0
         self._heap = [_rank(worker) for worker in fleet.with_room()]
         heapq.heapify(self._heap)
+        self._groups_per_turn = max(1, num_groups // max(1, len(self._heap)))
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -81,10 +88,12 @@ class Room:
         return alive[rank[-1]]
 
     def put_back(self, worker: Worker) -> None:
-        """Let a worker have another turn if there is still room."""
+        """Let a worker have another group if there is still room: the next one within the turn, else by rank."""
+        self._num_put_back += 1
+        goes_on = self._num_put_back % self._groups_per_turn > 0
         if worker.free_samples > 0:
-            heapq.heappush(self._heap, _rank(worker))
+            heapq.heappush(self._heap, (worker.num_lies, -math.inf, worker.worker_id) if goes_on else _rank(worker))
 
 
-def _rank(worker: Worker) -> tuple[int, int, str]:
+def _rank(worker: Worker) -> tuple[int, float, str]:
     return worker.num_lies, -worker.free_samples, worker.worker_id

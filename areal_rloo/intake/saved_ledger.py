@@ -9,8 +9,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from areal_rloo.intake.ledger import Ledger, LedgerGroup, Sample, Totals
+from areal_rloo.intake.ledger import Ledger, LedgerGroup, Sample
 from areal_rloo.intake.prompts import Prompt
+from areal_rloo.intake.work import Totals
 from areal_rloo.trajectory import SampleId, Trajectory
 from areal_rloo.wire.messages import Count, GroupId, Reason, SampleIndex, Version
 

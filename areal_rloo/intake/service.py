@@ -39,6 +39,7 @@ T = TypeVar("T")
 
 _WAIT_LOG_S = 30.0
 _DUTY_S = 8e-6  # of the loop for a duty in the first Hello of a process
+_LOOK_S, _MOST_BEFORE_S = 0.001, 0.01  # messages come before the next leases of a large step, for a while
 _TICKS_PER_HEARTBEAT = 4
 _LONGEST_TICK_S = 0.25  # a dead worker's samples go elsewhere two heartbeats and a second after the death
 
@@ -64,12 +65,13 @@ class IntakeService:
         self._intake, self._broadcaster, self._heartbeat_s = intake, broadcaster, heartbeat_s
         self._thread = LoopThread("intake")
         self._failure: BaseException | None = None
-        self._changed = asyncio.Event()
+        self._changed, self._owed = asyncio.Event(), asyncio.Event()
         self.channel = self._thread.call(bind)
         works = {
             "the messages of the workers": self._serve(),
             "lost connections": self._notice_lost_connections(),
             "the timer for silent workers": self._watch(),
+            "the leases of a large step": self._grant_on(),
             "the broadcaster": broadcaster.run(self._send_call, self._send_notice),
         }
         for name, work in works.items():
@@ -232,12 +234,27 @@ class IntakeService:
             await asyncio.sleep(min(_LONGEST_TICK_S, self._heartbeat_s / _TICKS_PER_HEARTBEAT))
             self._apply(self._intake.tick(time.monotonic()))
 
+    async def _grant_on(self) -> None:
+        while True:
+            await self._owed.wait()
+            self._owed.clear()
+            until_s = time.monotonic() + _MOST_BEFORE_S
+            await asyncio.sleep(_LOOK_S)
+            while not self.channel.is_idle and time.monotonic() < until_s:  # noqa: ASYNC110 - idle times are short
+                await asyncio.sleep(_LOOK_S)
+            self._apply(self._intake.grants())
+
     def _apply(self, messages: Sequence[Outgoing]) -> None:
         """Send messages after an event, and wake all that wait for a change."""
-        for peer, message in messages:
-            self.channel.send(peer, message)
+        self._send(messages)
         self._changed.set()
         self._broadcaster.changed()
+
+    def _send(self, messages: Sequence[Outgoing]) -> None:
+        for peer, message in messages:
+            self.channel.send(peer, message)
+        if self._intake.owes_grants:
+            self._owed.set()
 
     def _send_call(self, worker_id: str, offer_id: int) -> None:
         self._send_to(worker_id, WeightsCall(self._intake.learner_id, offer_id))
@@ -255,9 +272,8 @@ class IntakeService:
         def is_settled() -> bool:
             nonlocal batch
             batch = self._intake.take_batch()
-            if batch is None:
-                for peer, message in self._intake.grants():  # a group dropped as stale gave a place back
-                    self.channel.send(peer, message)
+            if batch is None and not self._intake.owes_grants:
+                self._send(self._intake.grants())  # a group dropped as stale gave a place back
             return batch is not None or self._intake.no_more_batches
 
         await self._wait_until(is_settled, "the next batch")

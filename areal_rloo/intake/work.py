@@ -1,15 +1,45 @@
-"""The statistics of the intake. The counts of workers may be wrong: a count never goes back, and never jumps."""
+"""The counts of the ledger, and the statistics of the intake.
+
+The counts of workers may be wrong: a count never goes back, and never jumps.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from areal_rloo.intake.prompts import Prompt
 from areal_rloo.telemetry.records import LedgerCounts
+from areal_rloo.trajectory import Trajectory
 from areal_rloo.wire.messages import MOST_COUNT, MOST_SECONDS, Work
 
 # Between two messages: far above those of any engine.
 _MOST_TOKENS, _MOST_S, _MOST_DECODING_S = 10**12, 1e7, 1e11
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A dropped sample, for inspection; `trajectories` is empty if none arrived."""
+
+    group_id: int
+    sample_index: int
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+    reason: str
+    detail: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Totals:
+    """Counts since the beginning of the run, in samples unless named otherwise."""
+
+    admitted_groups: int = 0  # the next group id, too
+    dropped_groups: int = 0
+    admitted: int = 0
+    trained: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)  # by reason
+    dropped_tokens: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from areal_rloo.config import Config
 from areal_rloo.errors import TrainingError, UnsavedError, WeightsError
-from areal_rloo.intake.ledger import Drop
 from areal_rloo.intake.service import IntakeService
+from areal_rloo.intake.work import Drop
 from areal_rloo.learner.ahead import Ahead
 from areal_rloo.learner.batches import BatchRecorder
 from areal_rloo.learner.checkpoint import Checkpoints

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from areal_rloo.config import TelemetryConfig
-from areal_rloo.intake.ledger import Drop
 from areal_rloo.intake.prompts import Prompt
+from areal_rloo.intake.work import Drop
 from areal_rloo.learner.advantages import Advantages, Masks
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.trajectories import TrajectoryFile, TrajectoryRecord

@@ -69,6 +69,7 @@ class LearnerChannel:
         self._offences, self._allowances, self.laps = Offences(), Allowances(), Laps()
         self._frames: list[zmq.Frame] = []  # of an unfinished message
         self._next_round_s = 0.0  # monotonic time
+        self.is_idle = False  # `receive` waits, and no message is here
         # The argument is the set of events; the kernel closes the connections of a killed process at once.
         self._monitor: zmq.asyncio.Socket = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPTED)
 
@@ -98,7 +99,9 @@ class LearnerChannel:
         if not self._inbox:  # reading a queued message does not suspend: let other tasks run, and messages gather
             await asyncio.sleep(max(0.0, self._next_round_s - time.monotonic()))
         while not self._inbox:
+            self.is_idle = True
             await self._socket.poll()
+            self.is_idle = False
             self._next_round_s = time.monotonic() + _GATHER_S
             if self._read_round():
                 await asyncio.sleep(_FLOOD_PAUSE_S)

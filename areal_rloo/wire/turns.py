@@ -82,6 +82,15 @@ def num_tokens_of(partial: bytes) -> int:
     return 0
 
 
+def oldest_version(partial: bytes, min_version: int) -> int:
+    """Return the lowest version of an answer that continues encoded turns with tokens of `min_version` or later."""
+    try:
+        turns = decode_turns(partial)
+    except DecodeError:
+        return min_version  # the worker cannot read the partial rollout either, and begins anew
+    return min([min_version, *(int(turn.completion.versions.min(initial=min_version)) for turn in turns)])
+
+
 def _num_runs(encoded: Sequence[_Encoded]) -> int:
     return sum(len(each.version_runs) for each in encoded)
 

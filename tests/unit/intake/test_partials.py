@@ -9,9 +9,10 @@ from support.intakes import LEARNER, ONE_GROUP, make_intake, make_offers
 
 from areal_rloo.intake.fleet import Outgoing
 from areal_rloo.intake.intake import Intake
-from areal_rloo.intake.ledger import Ledger, LedgerGroup, Sample, Totals
+from areal_rloo.intake.ledger import Ledger, LedgerGroup, Sample
 from areal_rloo.intake.prompts import Prompt
 from areal_rloo.intake.saved_ledger import LedgerState, ledger_of, ledger_state
+from areal_rloo.intake.work import Totals
 from areal_rloo.trajectory import Completion, Item, Trajectory
 from areal_rloo.wire.messages import (
     Duty,

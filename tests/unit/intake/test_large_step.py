@@ -1,0 +1,103 @@
+"""A large step, or a large evaluation, is leased a part at a time, so that messages need not wait for all of it."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from support.intakes import ONE_GROUP, duties_of, fail, heartbeat, make_broadcaster, make_intake, make_offers
+from support.patience import eventually
+from support.workers import fresh_address
+
+from areal_rloo.intake.evaluation import EvalSet, Evaluation
+from areal_rloo.intake.prompts import Prompt
+from areal_rloo.intake.service import IntakeService
+from areal_rloo.tasks import Item
+from areal_rloo.wire.channels import LearnerChannel
+from areal_rloo.wire.columns import Limits
+from areal_rloo.wire.messages import (
+    Ack,
+    HeartbeatReply,
+    Hello,
+    LearnerMessage,
+    Leases,
+    Welcome,
+    Work,
+    WorkerMessage,
+)
+
+LARGE_STEP = ("algorithm.group_size=16", "learner.groups_per_step=256", "algorithm.max_staleness=0")  # 4,096 samples
+
+
+def _hello(worker_id: str, capacity: int) -> Hello:
+    return Hello(worker_id, "1", capacity, 0, None, 1, 0, (), Work())
+
+
+def test_a_large_step_is_leased_a_part_at_a_time() -> None:
+    intake = make_intake(make_offers(), *LARGE_STEP)
+    duties = duties_of(intake.handle("w", _hello("w", 4096), 0.0))
+    assert (len(duties), intake.owes_grants) == (1024, True)
+    answers = fail(intake, "w", duties[:1])  # the sample is dropped
+    assert [type(message) for _, message in answers] == [Ack]  # without another part
+    parts = [duties_of(intake.grants()) for _ in range(4)]
+    assert [len(part) for part in parts] == [1024, 1024, 1024, 0]
+    assert not intake.owes_grants
+    assert len({duty.sample_id for part in (duties, *parts) for duty in part}) == 4096
+
+
+def test_a_drain_ends_a_large_step() -> None:
+    intake = make_intake(make_offers(), *LARGE_STEP)
+    intake.handle("w", _hello("w", 4096), 0.0)
+    intake.draining = True
+    assert (intake.owes_grants, intake.grants()) == (False, [])
+
+
+@pytest.mark.parametrize(("num_groups", "num_parts", "most_messages"), [(8, 1, 1), (256, 4, 3)])
+def test_a_worker_gets_its_share_of_a_step_in_few_messages(num_groups: int, num_parts: int, most_messages: int) -> None:
+    intake = make_intake(make_offers(), *LARGE_STEP, f"learner.groups_per_step={num_groups}")
+    intake.draining = True
+    for name in "abcd":
+        intake.handle(name, _hello(name, 4096), 0.0)
+    intake.draining = False
+    sent = [message for _ in range(num_parts) for message in intake.grants()]
+    assert {name: len(duties_of(sent, name)) for name in "abcd"} == dict.fromkeys("abcd", 4 * num_groups)
+    assert max(Counter(peer for peer, _ in sent).values()) <= most_messages
+
+
+@pytest.mark.parametrize("num_workers", [0, 3])
+def test_a_large_evaluation_is_leased_a_part_at_a_time(num_workers: int) -> None:
+    intake = make_intake(make_offers(), *ONE_GROUP)
+    prompts = [Prompt(0, index, (1, 2), Item("?")) for index in range(2500)]
+    intake.evaluation = intake._leasing.evaluation = Evaluation([EvalSet("mine", prompts)], lambda record: None)
+    names = [f"w{index}" for index in range(num_workers)]
+    for name in names:
+        intake.handle(name, _hello(name, 2), 0.0)
+    sent, owes = intake.evaluate(), [intake.owes_grants]
+    while owes[-1]:
+        sent += intake.grants()
+        owes.append(intake.owes_grants)
+    assert owes == ([True, True, False] if num_workers else [False])
+    by_worker = Counter(peer for peer in names for duty in duties_of(sent, peer) if duty.purpose == "eval")
+    assert by_worker == ({"w0": 834, "w1": 833, "w2": 833} if num_workers else {})
+
+
+def test_messages_are_answered_between_the_parts_of_a_large_step(tmp_path: Path) -> None:
+    class Scripted(LearnerChannel):
+        async def receive(self) -> tuple[str, WorkerMessage]:
+            if not script:
+                await asyncio.sleep(1000.0)
+            return "00", script.pop(0)
+
+        def send(self, peer: str, message: LearnerMessage) -> bool:
+            sent.append(message)
+            return True
+
+    script: list[WorkerMessage] = [_hello("w", 4096), heartbeat()]
+    sent: list[LearnerMessage] = []
+    broadcaster = make_broadcaster(tmp_path)
+    intake = make_intake(broadcaster.offers, *LARGE_STEP)
+    service = IntakeService(intake, broadcaster, lambda: Scripted.bind(fresh_address(), limits=Limits()), heartbeat_s=1)
+    eventually(lambda: sum(isinstance(message, Leases) for message in sent) == 4, "a part of the step is missing")
+    service.close()
+    assert [type(message) for message in sent[:4]] == [Welcome, Leases, HeartbeatReply, Leases]
+    assert sum(len(lease.duties) for message in sent if isinstance(message, Leases) for lease in message.leases) == 4096
