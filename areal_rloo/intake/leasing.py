@@ -105,7 +105,7 @@ class Leasing:
         num_new = 0 if self.stream.exhausted else self._num_admissible(policy_version, published)
         if not self._queue and not num_new:
             return
-        room = Room(self.fleet, len(self._queue) + num_new)
+        room = Room(self.fleet, len(self._queue) + num_new, self.config.algorithm.group_size)
         passed_over: list[LedgerGroup] = []  # they wait for room at another worker, and take none
         most = _MOST_GRANTED
         while room and most > 0 and (group := self._next_group(policy_version, published)) is not None:

@@ -9,7 +9,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from itertools import chain
+from itertools import chain, pairwise
 
 from areal_rloo.intake.fleet import Fleet, Worker
 from areal_rloo.intake.ledger import LedgerGroup
@@ -61,16 +61,15 @@ class GroupQueue:
 class Room:
     """The workers with free room now: those with the fewest refused answers first, then those with the most room.
 
-    A worker has its share of the groups in one turn, so that they go out in one message.
+    A worker has its share in one turn, so that all of it goes out in one message, or in two.
     """
 
-    def __init__(self, fleet: Fleet, num_groups: int) -> None:
+    def __init__(self, fleet: Fleet, num_groups: int, group_size: int) -> None:
         """`num_groups`: to share among the workers."""
         self._fleet = fleet
-        self._num_put_back = 0
         self._heap = [_rank(worker) for worker in fleet.with_room()]
         heapq.heapify(self._heap)
-        self._groups_per_turn = max(1, num_groups // max(1, len(self._heap)))
+        self._goes_on = _left([-rank[1] for rank in self._heap], num_groups * group_size) + group_size
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -88,11 +87,20 @@ class Room:
         return alive[rank[-1]]
 
     def put_back(self, worker: Worker) -> None:
-        """Let a worker have another group if there is still room: the next one within the turn, else by rank."""
-        self._num_put_back += 1
-        goes_on = self._num_put_back % self._groups_per_turn > 0
-        if worker.free_samples > 0:
-            heapq.heappush(self._heap, (worker.num_lies, -math.inf, worker.worker_id) if goes_on else _rank(worker))
+        """Let a worker have another group if there is still room: the next one within the share, else by rank."""
+        if worker.free_samples >= self._goes_on:
+            heapq.heappush(self._heap, (worker.num_lies, -math.inf, worker.worker_id))
+        elif worker.free_samples > 0:
+            heapq.heappush(self._heap, _rank(worker))
+
+
+def _left(rooms: Iterable[float], num_samples: int) -> float:
+    """Return the room that each worker keeps at most, if samples go one by one to the worker with the most room."""
+    for number, (room, smaller) in enumerate(pairwise([*sorted(rooms, reverse=True), 0]), 1):
+        if num_samples <= number * (room - smaller):
+            return room - num_samples / number
+        num_samples -= int(number * (room - smaller))
+    return 0
 
 
 def _rank(worker: Worker) -> tuple[int, float, str]:

@@ -110,6 +110,11 @@ def defaults(given: Given) -> Options:
     return options
 
 
+def _prompt_length(value: Any, given: Given) -> Options:
+    longer = {} if "truncation_strategy" in given else {"data.overlong_prompts": "truncate_left"}
+    return {} if value is None else {"data.max_prompt_tokens": whole(value)} | longer
+
+
 def _truncated(key: str, value: Any, given: Given) -> Options:
     """top_p and top_k change the sampling distribution, which the learner's logprobs do not know."""
     wanted = max(0, int(number(value))) if key == "top_k" else number(value)
@@ -300,7 +305,7 @@ RULES: Mapping[str, Rule] = {
     "num_iterations": to("learner.num_epochs_per_batch", whole),
     "max_completion_length": to("rollout.sampling.max_new_tokens"),
     "max_length": by_hand("data.max_prompt_tokens limits the prompt alone"),
-    "max_prompt_length": to("data.max_prompt_tokens"),
+    "max_prompt_length": made(_prompt_length, "the older TRL trainers cut longer prompts on the left"),
     "truncation_strategy": choice(
         {
             "delete": {"data.overlong_prompts": "filter"},

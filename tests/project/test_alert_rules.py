@@ -48,6 +48,7 @@ HEALTHY: dict[str, tuple[str, str]] = {
     P + "ledger_in_flight{": (_LEARNER, f"900x{_NUM}"),
     P + "ledger_buffered{": (_LEARNER, f"100x{_NUM}"),
     P + 'ledger_dropped_total{reason="stale",': (_LEARNER, f"0+1x{_NUM}"),
+    P + 'ledger_dropped_total{reason="reward_error",': (_LEARNER, f"0+1x{_NUM}"),
     P + "run_folder_free_bytes{": (_LEARNER, f"5e10x{_NUM}"),
     P + 'run_info{code="one",': (_LEARNER, f"1x{_NUM}"),
     P + 'run_info{code="one", ': (_WORKER, f"1x{_NUM}"),
@@ -300,6 +301,14 @@ def test_a_runner_without_a_process_is_not_saturated(tmp_path: Path) -> None:
         for of, number in (("at_once", 0), ("queued", 5))
     }
     assert _run([_fires(_series(broken), 40, set(), "no process")], tmp_path) == ""
+
+
+def test_small_drops_for_several_reasons_add_up(tmp_path: Path) -> None:
+    """Each is below the limit; `reason` says so."""
+    several = {P + f'ledger_dropped_total{{reason="{reason}",': f"0+4x{_NUM}" for reason in ("stale", "reward_error")}
+    look = _fires(_series(several), 40, {"SamplesDropped"}, "together")
+    look["promql_expr_test"][0]["expr"] = 'max by (alertname) (ALERTS{reason="several reasons together"})'
+    assert _run([_fires(_series(several), 40, {"SamplesDropped"}, "alone"), look], tmp_path) == ""
 
 
 def test_one_drop_in_a_slow_first_step_is_a_small_share(tmp_path: Path) -> None:

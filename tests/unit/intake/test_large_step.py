@@ -1,7 +1,9 @@
 """A large step, or a large evaluation, is leased a part at a time, so that messages need not wait for all of it."""
 
 import asyncio
+import random
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from support.patience import eventually
 from support.workers import fresh_address
 
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
+from areal_rloo.intake.fleet import Outgoing
 from areal_rloo.intake.prompts import Prompt
 from areal_rloo.intake.service import IntakeService
 from areal_rloo.tasks import Item
@@ -52,16 +55,38 @@ def test_a_drain_ends_a_large_step() -> None:
     assert (intake.owes_grants, intake.grants()) == (False, [])
 
 
-@pytest.mark.parametrize(("num_groups", "num_parts", "most_messages"), [(8, 1, 1), (256, 4, 3)])
-def test_a_worker_gets_its_share_of_a_step_in_few_messages(num_groups: int, num_parts: int, most_messages: int) -> None:
+def _leased(num_groups: int, capacities: Mapping[str, int]) -> tuple[list[Outgoing], dict[str, int]]:
+    """Lease a step to workers that come together; return the messages, and the room of each worker before."""
     intake = make_intake(make_offers(), *LARGE_STEP, f"learner.groups_per_step={num_groups}")
     intake.draining = True
-    for name in "abcd":
-        intake.handle(name, _hello(name, 4096), 0.0)
+    for name, capacity in capacities.items():
+        intake.handle(name, _hello(name, capacity), 0.0)
     intake.draining = False
-    sent = [message for _ in range(num_parts) for message in intake.grants()]
+    room = {name: worker.free_samples for name, worker in intake.fleet.alive.items()}
+    sent = intake.grants()
+    while intake.owes_grants:
+        sent.extend(intake.grants())
+    return sent, room
+
+
+@pytest.mark.parametrize("num_groups", [8, 256])
+def test_a_worker_gets_its_share_of_a_step_in_one_message(num_groups: int) -> None:
+    sent, _ = _leased(num_groups, dict.fromkeys("abcd", 4096))
     assert {name: len(duties_of(sent, name)) for name in "abcd"} == dict.fromkeys("abcd", 4 * num_groups)
-    assert max(Counter(peer for peer, _ in sent).values()) <= most_messages
+    assert len(sent) == 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_shares_are_those_of_group_by_group_to_the_most_room(seed: int) -> None:
+    draw = random.Random(seed)
+    num_groups = draw.randint(1, 300)
+    sent, room = _leased(num_groups, {name: draw.randint(1, 2000) for name in "abcdefg"})
+    left = dict(room)
+    for _ in range(num_groups):
+        most = max(left, key=lambda name: left[name])
+        left[most] -= 16 * (left[most] > 0)
+    shares = {name: (len(duties_of(sent, name)), room[name] - left[name]) for name in room}
+    assert all(abs(share - slowly) <= 16 for share, slowly in shares.values()), shares
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])

@@ -234,6 +234,23 @@ def test_an_earlier_config_of_trl_is_refused_with_its_new_names(tmp_path: Path) 
         _tree("trl rloo --model_name_or_path m --dataset_name d --rloo_k 4", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("program", "options", "expected"),
+    [
+        ("trl rloo --model_name_or_path m --dataset_name d", "--max_prompt_length 300", [300, "truncate_left"]),
+        ("trl rloo --model_name_or_path m --dataset_name d", "--max_prompt_length None", [None, None]),
+        (
+            "swift rlhf --rlhf_type grpo --model m --dataset d",
+            "--max_prompt_length 300 --truncation_strategy delete",
+            [300, "filter"],
+        ),
+    ],
+)
+def test_long_prompts_are_treated_as_there(program: str, options: str, expected: list[Any], tmp_path: Path) -> None:
+    data = _tree(f"{program} {options}", tmp_path)["data"]
+    assert [data.get(name) for name in ("max_prompt_tokens", "overlong_prompts")] == expected
+
+
 @pytest.mark.parametrize(("reward", "expected"), [("accuracy soft_overlong", 512), ("accuracy", None)])
 def test_long_completions_cost_only_with_the_reward_for_them(reward: str, expected: int | None, tmp_path: Path) -> None:
     text = f"swift rlhf --rlhf_type grpo --model m --dataset d --reward_funcs {reward} --soft_cache_length 512"
