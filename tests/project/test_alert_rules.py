@@ -316,6 +316,7 @@ def test_one_drop_in_a_slow_first_step_is_a_small_share(tmp_path: Path) -> None:
     slow = {
         P + "ledger_admitted_total{": f"1024x{_NUM}",
         P + 'ledger_dropped_total{reason="stale",': f"0x19 1x{_NUM - 20}",
+        P + 'ledger_dropped_total{reason="reward_error",': f"0x{_NUM}",
     }
     assert _run([_fires(_series(slow), at_min, set(), f"at {at_min} min") for at_min in (16, 29)], tmp_path) == ""
 
