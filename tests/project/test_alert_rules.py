@@ -39,6 +39,7 @@ HEALTHY: dict[str, tuple[str, str]] = {
     P + 'reward_num_queued{runner="data.train.rewards.0.model",': (_WORKER, f"3x{_NUM}"),
     P + 'launcher_restarts_total{restarted="rollout-1",': (_LEARNER, f"0x{_NUM}"),
     P + "staleness_max{": (_LEARNER, f"1x{_NUM}"),
+    P + "generated_tokens_total{": (_LEARNER, f"0+900x{_NUM}"),
     P + "fleet_num_workers{": (_LEARNER, f"1x{_NUM}"),
     P + "launcher_num_workers{": (_LEARNER, f"1x{_NUM}"),
     P + 'idle_share{half="learner",': (_LEARNER, f"0.1x{_NUM}"),
@@ -213,6 +214,20 @@ def test_no_alert_fires_in_a_run_with_slow_steps(tmp_path: Path) -> None:
         P + "long_train_step_seconds{": f"1330x{_NUM}",
     }
     assert _run([_fires(_series(slow), at_min, set(), f"at {at_min} min") for at_min in (21, 43, 59)], tmp_path) == ""
+
+
+def test_a_first_step_may_generate_for_an_hour(tmp_path: Path) -> None:
+    """What a long step is, only a step tells. Without tokens, nothing goes on."""
+    first = {
+        P + "policy_version{": f"0x{_NUM}",
+        P + "last_train_step_timestamp_seconds{": f"0x{_NUM}",
+        P + "long_train_step_seconds{": f"360x{_NUM}",
+        P + "checkpoint_newest_version{": f"0x{_NUM}",
+    }
+    stopped = first | {P + "generated_tokens_total{": f"0+900x159 143100x{_NUM - 160}"}  # at 40 min
+    asked = [_fires(_series(first), at_min, set(), f"at {at_min} min") for at_min in (29, 31, 60, 119)]
+    asked.append(_fires(_series(stopped), 55, {"NoTrainStep"}, "without tokens"))
+    assert _run(asked, tmp_path) == ""
 
 
 def test_workers_of_a_synchronous_run_may_idle(tmp_path: Path) -> None:
