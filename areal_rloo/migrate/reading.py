@@ -9,8 +9,9 @@ YAML:    nested keys are joined with dots; `${a.b}` stands for the value of anot
 from __future__ import annotations
 
 import ast
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -168,8 +169,17 @@ def _of_python(tree: ast.Module) -> Script:
     return script
 
 
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
 class _Constants(ast.NodeTransformer):
-    """Puts literals in the place of the names that a module gives them, once and for all."""
+    """Puts literals in the place of the names that a module gives them, once and for all, and computes with numbers."""
 
     def __init__(self, tree: ast.Module) -> None:
         given = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
@@ -183,6 +193,17 @@ class _Constants(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return self._constants.get(node.id, node) if isinstance(node.ctx, ast.Load) else node
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        self.generic_visit(node)
+        compute, sides = _ARITHMETIC.get(type(node.op)), (node.left, node.right)
+        numbers = [side.value for side in sides if isinstance(side, ast.Constant) and type(side.value) in (int, float)]
+        if compute is None or len(numbers) < len(sides):
+            return node
+        try:
+            return ast.copy_location(ast.Constant(compute(*numbers)), node)
+        except ArithmeticError:
+            return node
 
 
 class _PythonReader(ast.NodeVisitor):

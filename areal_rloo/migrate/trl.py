@@ -34,14 +34,15 @@ from areal_rloo.migrate.rules import (
     whole,
 )
 from areal_rloo.migrate.trl_rewards import BY_HAND, REWARDS, names, overlong
-from areal_rloo.migrate.trl_steps import HOSTS, PROCESSES, batch, epochs, gpus, in_batches, max_steps, warmup
+from areal_rloo.migrate.trl_steps import HOSTS, PROCESSES, batch, epochs, gpus, in_batches, max_steps, part_of_batch, warmup
 
-_WITH_BATCH = absent("with per_device_train_batch_size")
+_WITH_BATCH = Rule(part_of_batch, "with per_device_train_batch_size", decides=True)
 _SERVER = by_hand("the worker starts the server; other options go into rollout.vllm.arguments")
 
 
 _GRPO_ONLY = ("loss_type", "scale_rewards", "importance_sampling_level", "delta", "top_entropy_quantile")
 _KIND = re.compile(r"\b(grpo|rloo)(?:\.py|Trainer|Config)?\b", re.IGNORECASE)
+_COMMAND = re.compile(r"\btrl +(grpo|rloo)\b")
 
 
 def with_algorithm(found: Found, given: Options) -> Options:
@@ -54,7 +55,7 @@ def with_algorithm(found: Found, given: Options) -> Options:
         return given | {"advantage_estimator": given.get("advantage_estimator", "grpo")}
     if "trainer" in given:
         return given
-    kinds = {kind.lower() for kind in _KIND.findall(found.text)}
+    kinds = set(_COMMAND.findall(found.text)) or {kind.lower() for kind in _KIND.findall(found.text)}
     if any(name in given for name in _GRPO_ONLY):
         kinds = {"grpo"}
     if early := [name for name in _BEFORE if name in given]:
@@ -65,7 +66,8 @@ def with_algorithm(found: Found, given: Options) -> Options:
         )
     if len(kinds) != 1:
         raise DataError(
-            "expected a file for RLOO or GRPO, such as `trl rloo` or RLOOConfig(...), found neither"
+            "expected a file for RLOO or GRPO, such as `trl rloo` or RLOOConfig(...), found "
+            f"{'both' if kinds else 'neither'}; a comment `# trl rloo` or `# trl grpo` says which"
             f"{script_in(found.text)}"
         )
     return given | {"trainer": f"{kinds.pop().upper()}Trainer"}
@@ -295,7 +297,7 @@ RULES: Mapping[str, Rule] = {
     "seed": to("run.seed"),
     "num_train_epochs": made(epochs),
     "max_steps": made(max_steps, "optimizer steps there, batches here"),
-    "per_device_train_batch_size": made(batch, "the batch of all processes"),
+    "per_device_train_batch_size": Rule(batch, "the batch of all processes", decides=True),
     "gradient_accumulation_steps": _WITH_BATCH,
     "steps_per_generation": _WITH_BATCH,
     "generation_batch_size": _WITH_BATCH,

@@ -53,13 +53,13 @@ def gpus(value: Any, given: Given) -> Options:
 
 def batch(value: Any, given: Given) -> Options:
     """Compute the batch of all processes: TRL generates `steps_per_generation` of their batches together."""
-    accumulated, all_processes = whole(given.get("gradient_accumulation_steps", 1)), whole(given.get(PROCESSES, 1))
+    accumulated, all_processes = _count("gradient_accumulation_steps", given, 1), _count(PROCESSES, given, 1)
     together = whole(value) * all_processes
     if given.get("generation_batch_size"):
-        steps = max(1, whole(given["generation_batch_size"]) // together)
+        steps = max(1, _count("generation_batch_size", given, 1) // together)
     else:
-        steps = whole(given.get("steps_per_generation") or accumulated)
-    num_samples, group = together * steps, whole(given.get("num_generations", group_size(given)))
+        steps = _count("steps_per_generation", given, accumulated)
+    num_samples, group = together * steps, _count("num_generations", given, group_size(given))
     if num_samples % group or steps % accumulated or steps // accumulated > num_samples // group:
         raise UnreadableError(f"expected groups of {group} in {num_samples} samples; set learner.groups_per_step")
     return {
@@ -67,6 +67,19 @@ def batch(value: Any, given: Given) -> Options:
         "learner.groups_per_step": num_samples // group,
         "learner.num_minibatches": steps // accumulated,
     }
+
+
+def part_of_batch(value: Any, given: Given) -> Options:
+    """Give nothing; a part of a batch that cannot be computed is for the user, too."""
+    batch(given.get("per_device_train_batch_size", 8), given)
+    return {}
+
+
+def _count(name: str, given: Given, default: int) -> int:
+    try:
+        return whole(given.get(name) or default)
+    except UnreadableError as error:
+        raise UnreadableError(f"{name}: {error}") from error
 
 
 def group_size(given: Given) -> int:

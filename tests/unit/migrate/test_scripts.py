@@ -265,6 +265,39 @@ def test_a_name_of_a_literal_is_a_value(tmp_path: Path) -> None:
     assert (settings["model"], settings["learning_rate"], settings["seed"]) == ("org/n", 2e-6, "TWICE")
 
 
+def test_arithmetic_of_numbers_is_a_value(tmp_path: Path) -> None:
+    sizes = "BATCH = 4\nSAMPLES = 512\n"
+    batch = "per_device_train_batch_size=BATCH, gradient_accumulation_steps=BATCH * 2, max_steps=SAMPLES // 8 + 1"
+    script = PYTHON.format(before=sizes, after="args.seed = 1 // 0").replace("per_device_train_batch_size=8", batch)
+    given = found("train.py", tmp_path, script)
+    assert (given.settings["gradient_accumulation_steps"], given.settings["max_steps"]) == (8, 65)
+    assert given.settings["seed"] == "1 // 0"
+    tree = translate(given).tree
+    assert (tree["algorithm"]["group_size"], tree["learner"]["groups_per_step"]) == (8, 4)
+
+
+def test_a_batch_with_an_unknown_part_is_for_the_user_as_a_whole(tmp_path: Path) -> None:
+    batch = "per_device_train_batch_size=4, gradient_accumulation_steps=int(x)"
+    script = PYTHON.format(before="", after="").replace("per_device_train_batch_size=8", batch)
+    translation = translate(found("train.py", tmp_path, script))
+    reasons = {line.name: line.why for line in translation.lines if line.fate == "hand"}
+    assert reasons["per_device_train_batch_size"] == "gradient_accumulation_steps: expected a number"
+    assert {"gradient_accumulation_steps", "num_generations"} <= reasons.keys()
+    assert "per_device_train_batch_size=4: gradient_accumulation_steps" in translation.refusal
+
+
+def test_the_command_names_the_trainer_whatever_the_comments_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = found("run.sh", tmp_path, f"# a baseline to compare with rloo\ntrl grpo {TRAINS}")
+    assert translate(given).tree["algorithm"]["preset"] == "grpo"
+    (tmp_path / "cfg.yaml").write_text("model_name_or_path: org/m\nrun_name: rloo-or-grpo\n")
+    assert main(["migrate", str(tmp_path / "cfg.yaml")]) == 2
+    assert "found both; a comment `# trl rloo`" in capsys.readouterr().err
+    settings = "# trl rloo\nmodel_name_or_path: org/m\nrun_name: rloo-or-grpo\n"
+    assert translate(found("cfg.yaml", tmp_path, settings)).tree["algorithm"]["preset"] == "rloo_trl"
+
+
 def test_rows_that_a_script_changes_are_for_the_user(tmp_path: Path) -> None:
     script = PYTHON.format(before="", after="").replace('"main")', '"main").filter(f).map(g)')
     given = found("train.py", tmp_path, script)
