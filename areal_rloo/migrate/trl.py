@@ -34,7 +34,17 @@ from areal_rloo.migrate.rules import (
     whole,
 )
 from areal_rloo.migrate.trl_rewards import BY_HAND, REWARDS, names, overlong
-from areal_rloo.migrate.trl_steps import HOSTS, PROCESSES, batch, epochs, gpus, in_batches, max_steps, part_of_batch, warmup
+from areal_rloo.migrate.trl_steps import (
+    HOSTS,
+    PROCESSES,
+    batch,
+    epochs,
+    gpus,
+    in_batches,
+    max_steps,
+    part_of_batch,
+    warmup,
+)
 
 _WITH_BATCH = Rule(part_of_batch, "with per_device_train_batch_size", decides=True)
 _SERVER = by_hand("the worker starts the server; other options go into rollout.vllm.arguments")

@@ -70,7 +70,7 @@ def batch(value: Any, given: Given) -> Options:
 
 
 def part_of_batch(value: Any, given: Given) -> Options:
-    """Give nothing; a part of a batch that cannot be computed is for the user, too."""
+    """Give nothing: a part of an unknown batch is for the user, too."""
     batch(given.get("per_device_train_batch_size", 8), given)
     return {}
 
