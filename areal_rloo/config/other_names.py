@@ -13,7 +13,7 @@ OURS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("gradient_clipping", "grad_clip"), "learner.optimizer.max_grad_norm"),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "beta1", "beta2"), "learner.optimizer.betas"),
-    **dict.fromkeys(("n", "n_samples", "num_generations", "rollout_n"), "algorithm.group_size"),
+    **dict.fromkeys(("n", "n_samples", "num_generations", "rloo_k", "rollout_n"), "algorithm.group_size"),
     **dict.fromkeys(("max_head_offpolicyness", "staleness_threshold"), "algorithm.max_staleness"),
     **dict.fromkeys(("kl_ctl", "kl_coef", "kl_loss_coef", "beta"), "algorithm.kl.coefficient"),
     **dict.fromkeys(("eps_clip", "clip_ratio", "clip_ratio_low", "epsilon"), "algorithm.loss.eps_low"),
@@ -34,7 +34,9 @@ OURS: Mapping[str, str] = {
     **dict.fromkeys(("num_ppo_epochs", "ppo_epochs", "num_iterations"), "learner.num_epochs_per_batch"),
     **dict.fromkeys(("total_train_steps", "total_training_steps", "max_steps"), "learner.num_train_steps"),
     **dict.fromkeys(("total_train_epochs", "total_epochs", "num_train_epochs"), "data.num_epochs"),
-    **dict.fromkeys(("max_completion_length", "max_response_length"), "rollout.sampling.max_new_tokens"),
+    **dict.fromkeys(
+        ("max_completion_length", "max_response_length", "response_length"), "rollout.sampling.max_new_tokens"
+    ),
     **dict.fromkeys(("max_prompt_length", "max_length"), "data.max_prompt_tokens"),
     **dict.fromkeys(("tensor_model_parallel_size", "vllm_tensor_parallel_size", "tp_size"), "rollout.tensor_parallel"),
     **dict.fromkeys(("model_name_or_path", "model_path"), "model.path"),
@@ -48,7 +50,10 @@ OURS: Mapping[str, str] = {
 ABSENT: Mapping[str, str] = {
     **dict.fromkeys(("gae_lambda", "lam", "vf_coef", "critic_warmup"), "there is no critic"),
     **dict.fromkeys(
-        ("gconfig", "actor_rollout_ref", "trainer", "train_dataset", "cluster", "allocation_mode", "experiment_name"),
+        (
+            *("gconfig", "actor", "actor_rollout_ref", "trainer", "train_dataset", "valid_dataset", "cluster"),
+            *("allocation_mode", "experiment_name"),
+        ),
         "a key of AReaL or verl; `areal-rloo migrate FILE` translates a file",
     ),
     "gradient_accumulation_steps": "microbatches of learner.microbatch_tokens add up to a minibatch",

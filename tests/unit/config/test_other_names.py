@@ -20,6 +20,9 @@ from areal_rloo.errors import ConfigError
         ("learner.max_steps=8", "did you mean 'learner.num_train_steps'?"),
         ("learner.num_ppo_epochs=2", "did you mean 'learner.num_epochs_per_batch'?"),
         ("learner.gae_lambda=1", "there is no such option: there is no critic"),
+        ("rloo_k=4", "did you mean 'algorithm.group_size'?"),
+        ("response_length=64", "did you mean 'rollout.sampling.max_new_tokens'?"),
+        ("actor.optimizer.lr=1e-5", "a key of AReaL or verl; `areal-rloo migrate FILE`"),
         ("gconfig.n_samples=2", "a key of AReaL or verl; `areal-rloo migrate FILE`"),
     ],
 )
