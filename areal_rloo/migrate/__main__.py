@@ -27,6 +27,7 @@ examples:
   areal-rloo migrate rloo.py --processes 8 > my.yaml
   areal-rloo run --config my.yaml --dry-run"""
 _MOST_ITEMS = 20
+_LEFT = ("hand", "unknown")  # fates
 _TITLES = {
     "to": "translated:",
     "none": "not needed here:",
@@ -59,13 +60,23 @@ def main(arguments: Sequence[str]) -> int:
     sys.stderr.write("\n".join([*report(found.system, translation), *left]) + "\n")
     sys.stderr.flush()
     print(f"# From {shown(options.file.name)} of {found.system}, by areal-rloo migrate.")  # noqa: T201 - the output
-    print(as_yaml(translation), end="")  # noqa: T201
+    print("".join(remarks(translation)) + as_yaml(translation), end="")  # noqa: T201
     return 0
 
 
 def as_yaml(translation: Translation) -> str:
     """Write the config, a short section or list in a line."""
     return yaml.safe_dump(translation.tree, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
+
+
+def remarks(translation: Translation) -> Iterator[str]:
+    """Give a comment of the config for everything to do by hand: a file outlives the report on the terminal."""
+    for line in translation.lines:
+        if line.fate in _LEFT:
+            setting = shown(f"{line.name}={_short(line.value)}")
+            yield f"# {_TITLES[line.fate]} {setting}{'; ' if line.why else ''}{line.why}\n"
+    if translation.refusal:
+        yield f"# the config is not complete: {shown(translation.refusal)}\n"
 
 
 def report(system: str, translation: Translation) -> Iterator[str]:

@@ -342,6 +342,19 @@ def test_the_command_prints_a_config_and_a_report(tmp_path: Path, capsys: pytest
     assert main(["migrate", str(tmp_path / "areal.yaml"), "--processes", "0"]) == 2
 
 
+def test_the_config_itself_names_what_is_left_to_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The config goes to a file, and outlives the report on the terminal."""
+    script = SWIFT.rstrip() + " --nonsense 'two\nlines' --per_device_eval_batch_size 4"
+    (tmp_path / "swift.sh").write_text(script)
+    assert main(["migrate", str(tmp_path / "swift.sh")]) == 0
+    printed = capsys.readouterr().out
+    comments = [line for line in printed.splitlines() if line.startswith("#")]
+    assert [line for line in comments if line.startswith("# to do by hand: system=prompt.txt; a file; copy")]
+    assert [line for line in comments if line.startswith("# unknown to this command: nonsense=")]
+    assert not [line for line in comments if "per_device_eval_batch_size" in line]
+    assert config_of(yaml.safe_load(printed))
+
+
 @pytest.mark.parametrize("system", RULES)
 def test_a_rule_names_only_options_that_exist(system: str) -> None:
     """Every rule with a fixed list of options, tried with all of its values."""
