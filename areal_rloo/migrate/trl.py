@@ -138,7 +138,10 @@ def _truncated(key: str, value: Any, given: Given) -> Options:
 def _data(value: Any, given: Given) -> Options:
     found = _sources(value, given)
     evaluated = given.get("eval_strategy", "no") != "no" or "eval_dataset" in given or "eval_steps" in given
-    has_split = "val_dataset" not in given and all("path" not in one for one in found)  # a file has no test split
+    of_swift = (
+        "advantage_estimator" in given
+    )  # evaluates only a val_dataset, or a share of the rows (split_dataset_ratio)
+    has_split = not of_swift and all("path" not in one for one in found)  # a file has no test split
     chosen = _alone_or_all(found)
     return {"data.train": chosen} | ({"data.eval": chosen} if evaluated and has_split else {})
 
@@ -151,6 +154,12 @@ def _named(value: Any, given: Given) -> Options:
 
 def _held_out(value: Any, given: Given) -> Options:
     return {"data.eval": _alone_or_all(_sources(value, given))}
+
+
+def _share_held_out(value: Any, given: Given) -> Options:
+    if number(value) > 0:
+        raise UnreadableError("data.eval names an evaluation set")
+    return {}
 
 
 def _sources(value: Any, given: Given) -> list[Options]:
@@ -295,7 +304,7 @@ RULES: Mapping[str, Rule] = {
     "dataset_changes": by_hand("the script changes the rows: data.train.fields, data.system_prompt, or a file of them"),
     "val_dataset": made(_held_out),
     "dataset_*": by_hand("data.train.hub, data.train.hub_split, data.train.fields"),
-    "split_dataset_ratio": by_hand("data.eval names an evaluation set"),
+    "split_dataset_ratio": made(_share_held_out),
     "system": made(_system),
     "chat_template_path": to("data.chat_template"),
     "reward_funcs": REWARDS,

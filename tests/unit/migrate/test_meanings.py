@@ -220,6 +220,7 @@ def test_the_settings_end_where_the_command_ends(end: str, tmp_path: Path) -> No
     [
         ("swift rlhf --rlhf_type grpo --model m --dataset a.jsonl --val_dataset b.jsonl --eval_steps 10", "b.jsonl"),
         ("swift rlhf --rlhf_type grpo --model m --dataset a.jsonl --eval_steps 10", None),
+        ("swift rlhf --rlhf_type grpo --model m --dataset org/a --split_dataset_ratio 0 --eval_steps 10", None),
     ],
 )
 def test_no_training_row_is_held_out(text: str, expected: str | None, tmp_path: Path) -> None:
