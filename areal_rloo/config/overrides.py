@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from areal_rloo.config.areal import translate_override
+from areal_rloo.config.data import SourceConfig
 from areal_rloo.config.presets import forget
 from areal_rloo.config.reading import MOST_KEY, parse
 from areal_rloo.config.schema import Config
@@ -146,6 +147,8 @@ def apply(tree: dict[str, Any], override: Override) -> str:
             node[at] = override.value
         case "append":
             present = node[at] if isinstance(node, list) or at in node else _default(keys)
+            if at == "rewards" and not present and isinstance(node, dict):
+                _check_own_reward(node, override)
             node[at] = _appended(present, override)
         case "remove":
             if isinstance(node, dict) and at not in node:
@@ -177,6 +180,15 @@ def _appended(present: Any, override: Override) -> list[Any]:
         raise ConfigError(f"{override.words}: expected a list to append to, got '{shown(str(present))}'")
     value = override.value
     return [*(present or ()), *(value if isinstance(value, list) else [value])]
+
+
+def _check_own_reward(source: dict[str, Any], override: Override) -> None:
+    """Refuse to append to no rewards, which mean the reward of the task: the new one would replace it unseen."""
+    task = source.get("task", SourceConfig().task)
+    if task not in ("rows", "demonstrations"):
+        key = ".".join(override.keys)
+        own = f"expected {key}=[{{task: {shown(str(task))}}}, ...], got '+=' without a list"
+        raise ConfigError(f"{override.words}: {own}; an empty list is the reward of the task, which '+=' would replace")
 
 
 def _default(keys: Sequence[str]) -> Any:

@@ -35,14 +35,22 @@ def test_a_value_is_appended_to_the_default_of_an_absent_list(path: str) -> None
 
 def test_a_source_appended_to_a_single_source_is_a_mixture(path: str) -> None:
     reward = "data.train.1.rewards+={task: arithmetic, name: again}"
-    config = load_config(path, ["data.train+={task: arithmetic, name: more}", reward])
+    config = load_config(path, ["data.train+={task: arithmetic, name: more, rewards: [{task: arithmetic}]}", reward])
     assert [source.label for source in config.data.train_sources] == ["sums", "more"]
-    assert [part.label for part in config.data.train_sources[1].rewards] == ["again"]
+    assert [part.label for part in config.data.train_sources[1].rewards] == ["arithmetic", "again"]
 
 
 def test_a_reward_is_appended_in_a_section(path: str) -> None:
     config = load_config(path, ["data.train.rewards+={task: arithmetic, name: twice, weight: 2}"])
     assert [part.weight for part in config.data.train_sources[0].rewards] == [1.0, 2.0]
+
+
+def test_a_reward_does_not_replace_that_of_the_task_unseen() -> None:
+    more = "data.train.rewards+={function: examples/custom_reward.py:brevity}"
+    with pytest.raises(ConfigError, match=r"expected data.train.rewards=\[\{task: arithmetic\}, ...\], got '\+='"):
+        load_config("quickstart.yaml", [more])
+    rows = ["data.train={task: rows, path: a.jsonl}", more, "~data.eval"]
+    assert [part.label for part in load_config("quickstart.yaml", rows).data.train_sources[0].rewards] == ["brevity"]
 
 
 def test_a_removed_key_has_its_default(path: str) -> None:
