@@ -16,6 +16,7 @@ from areal_rloo.migrate import areal, trl, verl
 from areal_rloo.migrate.reading import Found, System
 from areal_rloo.migrate.rules import Expression, Options, Rule, UnreadableError
 from areal_rloo.migrate.trl_steps import processes
+from areal_rloo.migrate.trl_trainer import with_algorithm
 
 Fate = Literal["to", "none", "hand", "unknown"]
 
@@ -65,7 +66,7 @@ def translate(found: Found) -> Translation:
     given = dict(found.settings)
     if found.system in ("trl", "ms-swift"):
         given |= processes(found)
-        given = trl.with_algorithm(found, given)
+        given = with_algorithm(found, given)
     rules = RULES[found.system]
     try:
         options = dict(_DEFAULTS[found.system](given))
