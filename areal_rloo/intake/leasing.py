@@ -42,6 +42,7 @@ class Leasing:
     evaluation: Evaluation
     newest_lease: int = field(default=0, init=False)  # the last lease id
     owes: bool = field(default=False, init=False)  # the last `grants` left some for the next
+    _num_turns: int = field(default=0, init=False)  # of workers, at the groups of evaluations
     _first_seed: int = field(init=False)  # of group 0: far from the seeds of every other run seed
     _queue: GroupQueue = field(init=False)  # all groups with waiting samples, and some that no longer have any
 
@@ -91,7 +92,8 @@ class Leasing:
         for group_id, prompt, indices in self.evaluation.take_waiting(_MOST_GRANTED) if workers else ():
             last = self._last_holders(self.evaluation.sample((group_id, index)) for index in indices)
             choice = ([worker for worker in trusted if worker.worker_id not in last] if last else []) or trusted
-            worker = choice[~group_id % len(choice)]
+            worker = choice[self._num_turns % len(choice)]
+            self._num_turns += 1
             seed, version = self.evaluation.seed(group_id), self.evaluation.policy_version
             samples = {index: self.evaluation.sample((group_id, index)) for index in indices}
             yield worker, self._lease(worker, group_id, samples, prompt, version, seed)
@@ -102,10 +104,11 @@ class Leasing:
 
         The cost does not grow with the groups in flight, nor with the workers that have no room.
         """
-        num_new = 0 if self.stream.exhausted else self._num_admissible(policy_version, published)
+        admissible = 0 if self.stream.exhausted else self._num_admissible(policy_version, published)
+        num_new = min(admissible, self.stream.num_left)
         if not self._queue and not num_new:
             return
-        room = Room(self.fleet, len(self._queue) + num_new, self.config.algorithm.group_size)
+        room = Room(self.fleet, num_new, self.config.algorithm.group_size)
         passed_over: list[LedgerGroup] = []  # they wait for room at another worker, and take none
         most = _MOST_GRANTED
         while room and most > 0 and (group := self._next_group(policy_version, published)) is not None:

@@ -13,6 +13,7 @@ items of a source come by weights instead, and a pass is only a number of prompt
 from __future__ import annotations
 
 import math
+import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -132,6 +133,13 @@ class PromptStream:
     def exhausted(self) -> bool:
         """True if no prompt is left."""
         return not self._returned and self._ended()
+
+    @property
+    def num_left(self) -> int:
+        """The number of prompts left, those included that are too long."""
+        if self._num_epochs is None:
+            return sys.maxsize
+        return len(self._returned) + sum(max(0, self._num_epochs * len(s.items) - s.num_taken) for s in self._sources)
 
     @property
     def epoch(self) -> float:

@@ -65,7 +65,10 @@ class Room:
     """
 
     def __init__(self, fleet: Fleet, num_groups: int, group_size: int) -> None:
-        """`num_groups`: to share among the workers."""
+        """`num_groups`: new ones to share among the workers, or fewer: of too many, the first workers would get all.
+
+        Groups with lost samples are not counted: some have a single one, and some no longer have any.
+        """
         self._fleet = fleet
         self._heap = [_rank(worker) for worker in fleet.with_room()]
         heapq.heapify(self._heap)

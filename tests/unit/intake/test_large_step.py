@@ -7,19 +7,22 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from support.intakes import ONE_GROUP, duties_of, fail, heartbeat, make_broadcaster, make_intake, make_offers
+from support.intakes import LEARNER, ONE_GROUP, duties_of, fail, heartbeat, make_broadcaster, make_intake, make_offers
 from support.patience import eventually
+from support.protocols import make_trajectory
 from support.workers import fresh_address
 
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
 from areal_rloo.intake.fleet import Outgoing
-from areal_rloo.intake.prompts import Prompt
+from areal_rloo.intake.intake import Intake
+from areal_rloo.intake.prompts import Prompt, PromptStream
 from areal_rloo.intake.service import IntakeService
-from areal_rloo.tasks import Item
+from areal_rloo.tasks import Item, Source
 from areal_rloo.wire.channels import LearnerChannel
 from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.messages import (
     Ack,
+    Goodbye,
     HeartbeatReply,
     Hello,
     LearnerMessage,
@@ -87,6 +90,46 @@ def test_shares_are_those_of_group_by_group_to_the_most_room(seed: int) -> None:
         left[most] -= 16 * (left[most] > 0)
     shares = {name: (len(duties_of(sent, name)), room[name] - left[name]) for name in room}
     assert all(abs(share - slowly) <= 16 for share, slowly in shares.values()), shares
+
+
+def _two_with_room(intake: Intake) -> None:
+    intake.draining = True
+    for name in "bc":
+        intake.handle(name, _hello(name, 4096), 0.0)
+    intake.draining = False
+
+
+def test_the_last_prompts_are_shared_although_a_step_may_have_more() -> None:
+    stream = PromptStream([Source("all", [Item("?")] * 40)], lambda *_: (1, 2), seed=0, num_epochs=1)
+    intake = make_intake(make_offers(), *LARGE_STEP, stream=stream)
+    _two_with_room(intake)
+    sent = intake.grants()
+    assert {name: len(duties_of(sent, name)) for name in "bc"} == {"b": 320, "c": 320}
+
+
+def test_single_lost_samples_of_many_groups_are_shared() -> None:
+    intake = make_intake(make_offers(), *LARGE_STEP, "learner.groups_per_step=48")
+    duties = duties_of(intake.handle("a", _hello("a", 768), 0.0))
+    for duty in duties:  # of each group, a single sample has not come yet
+        if duty.sample_index:
+            intake.ledger.finish(duty.sample_id, (make_trajectory(duty),))
+            intake.fleet.release(intake.fleet.alive["a"], duty)
+    _two_with_room(intake)
+    sent = intake.handle("a", Goodbye(LEARNER, Work(), failed=False), 0.0)
+    assert {name: len(duties_of(sent, name)) for name in "bc"} == {"b": 24, "c": 24}
+
+
+def test_the_evaluation_of_two_dead_workers_is_shared() -> None:
+    intake = make_intake(make_offers(), *ONE_GROUP)
+    prompts = [Prompt(0, index, (1, 2), Item("?")) for index in range(1000)]
+    intake.evaluation = intake._leasing.evaluation = Evaluation([EvalSet("mine", prompts)], lambda record: None)
+    for name in "abcd":
+        intake.handle(name, _hello(name, 2), 0.0)
+    intake.evaluate()
+    for name in "bd":
+        intake.fleet.alive[name].last_heard_s = 20.0
+    sent = intake.tick(20.1)  # `a` and `c` were on the same host
+    assert [sum(duty.purpose == "eval" for duty in duties_of(sent, name)) for name in "bd"] == [250, 250]
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
