@@ -118,8 +118,11 @@ async def _serve(intake: Intake, address: Address) -> float:
         if isinstance(message, Results):
             started_s = started_s or time.thread_time()
             num_answers += 1
-        for outgoing in intake.handle(peer, message, time.monotonic()):
-            learner.send(*outgoing)
+        outgoing = intake.handle(peer, message, time.monotonic())
+        while intake.owes_grants:
+            outgoing += intake.grants()
+        for to, sent in outgoing:
+            learner.send(to, sent)
     seconds = time.thread_time() - started_s
     ledger = intake.statistics().ledger
     assert ledger.buffered == ledger.in_flight == NUM_SAMPLES, "all answers are taken, and as many leases are granted"

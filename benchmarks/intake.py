@@ -83,6 +83,8 @@ class Load:
         for peer in self._peers:
             hello = Hello(peer, "1", room, 0, _LEARNER, 1, 0, (), Work())
             self._note(self._intake.handle(peer, hello, 0.0))
+            while self._intake.owes_grants:
+                self._note(self._intake.grants())
 
     @property
     def num_in_flight(self) -> int:
