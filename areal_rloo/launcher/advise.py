@@ -51,7 +51,8 @@ def main(arguments: Sequence[str]) -> int:
     load = merged([calibrated(found, of_run) for found, (_, of_run) in zip(steps, runs, strict=True)], steps)
     setup = setup_of(config, [record for record in runs[0][0] if isinstance(record, EvalRecord)])
     per_worker = config.rollout.tensor_parallel
-    num_devices = options.devices or setup.num_ranks + per_worker * setup.num_workers
+    here = setup.num_ranks + per_worker * setup.num_workers
+    num_devices = here if options.devices is None else options.devices
     choices = splits(num_devices, per_worker=per_worker, rank_step=config.learner.num_replicas)
     if not choices:
         raise ConfigError(f"argument '--devices': expected enough for a rank and a worker, got {num_devices}")

@@ -67,6 +67,7 @@ def test_two_runs_with_other_slots_give_advice_on_slots(
         (["--from=nowhere"], "nowhere: no run here .config.yaml is missing.; expected a run folder"),
         (["algorithm.group_size=4"], "algorithm.group_size: expected 8 as in .*, got 4"),
         (["--devices=1"], "expected enough for a rank and a worker, got 1"),
+        (["--devices=0"], "expected enough for a rank and a worker, got 0"),
         (["rollout.share_devices=in_turns"], "rollout.share_devices: expected devices for each half, got in_turns"),
     ],
 )
