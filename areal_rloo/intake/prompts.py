@@ -136,7 +136,7 @@ class PromptStream:
 
     @property
     def num_left(self) -> int:
-        """The number of prompts left, those included that are too long."""
+        """The number of prompts left, with those too long."""
         if self._num_epochs is None:
             return sys.maxsize
         return len(self._returned) + sum(max(0, self._num_epochs * len(s.items) - s.num_taken) for s in self._sources)
