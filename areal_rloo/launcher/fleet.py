@@ -13,6 +13,7 @@ import dataclasses
 import signal
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
@@ -168,6 +169,7 @@ class Fleet:
         self._first = frozenset(self._specs)  # workers of the start of the run
         self._leaving_until_s: dict[str, float] = {}
         self._restarts: dict[str, int] = {}
+        self._began = datetime.now(UTC)
         self._seen: bytes | None = None
         self._start_at_s = 0.0
         (folder / _WISH).unlink(missing_ok=True)  # of an earlier start
@@ -267,7 +269,12 @@ class Fleet:
 
     def _note_wanted(self) -> None:
         with contextlib.suppress(OSError):  # only an alarm needs it
-            note_wanted(self._folder, LauncherStatistics(num_workers=len(self._specs), restarts=self._restarts))
+            note_wanted(
+                self._folder,
+                LauncherStatistics(
+                    num_workers=len(self._specs), restarts=self._restarts, start_timestamp_s=self._began.timestamp()
+                ),
+            )
 
     def _end_leaving(self) -> None:
         for name, ends_s in list(self._leaving_until_s.items()):

@@ -5,6 +5,7 @@ A worker that dies before it serves metrics is in no list of targets, so only th
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -27,6 +28,8 @@ class LauncherStatistics(msgspec.Struct, frozen=True, kw_only=True):
     restarts: Annotated[
         dict[str, int], Metric("Times the launcher has restarted a process", kind="counter", label="restarted")
     ] = {}
+    # A resume starts all processes, and is no restart.
+    start_timestamp_s: Annotated[float, Metric("Time of the start of the launcher", unit="s")] = math.nan
 
 
 def note_wanted(folder: Path, statistics: LauncherStatistics) -> None:

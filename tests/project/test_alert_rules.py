@@ -290,6 +290,29 @@ def test_a_process_with_a_fixed_port_has_a_restart_loop_too(tmp_path: Path) -> N
     assert _run([_fires(_series(restarts), 40, {"RestartLoop"}, "at 40 min")], tmp_path) == ""
 
 
+@pytest.mark.parametrize("fixed_port", [True, False])
+@pytest.mark.parametrize("restarts", [0, 1, 2])
+def test_resumes_by_a_person_are_no_restart_loop(restarts: int, fixed_port: bool, tmp_path: Path) -> None:
+    """Three starts of the run in half an hour, and restarts by the launcher in the last of them."""
+    starts = [0, 100, 200, *range(300, 300 + 100 * restarts, 100)]  # of the learner
+    launches = [min(start, 200) for start in starts]  # the launcher of each
+    series = []
+    for name, numbers in (("process_start_time_seconds", starts), (P + "launcher_start_timestamp_seconds", launches)):
+        lives = [f"{number + 1}x9" for number in numbers]
+        before = [" ".join(f"_x{9}" for _ in range(place)) for place in range(len(lives))]
+        for place, values in enumerate(
+            [" ".join(lives)] if fixed_port else map(" ".join, zip(before, lives, strict=True))
+        ):
+            labels = f'job="areal_rloo",instance="h:{place}",{_LEARNER}'
+            series.append(
+                {"series": f"{name}{{{labels}}}", "values": values + " _" * (fixed_port or place + 1 < len(lives))}
+            )
+    series.append({"series": f'up{{job="areal_rloo",{_LEARNER}}}', "values": "1x200"})
+    at_min = 10 * len(starts) * _INTERVAL_S // 60 - 1
+    alerts = {"RestartLoop"} if restarts == 2 else set()
+    assert _run([_fires(series, at_min, alerts, f"{restarts} restarts")], tmp_path) == ""
+
+
 def test_a_learner_has_a_restart_loop_before_its_last_restart(tmp_path: Path) -> None:
     """It may restart twice (`launcher.max_learner_restarts`): then the run ends."""
     series = 'process_start_time_seconds{job="areal_rloo",instance="h:1",'

@@ -31,7 +31,7 @@ from areal_rloo.top.fleet import _ask
 
 def test_the_wanted_number_of_workers_is_the_launchers(tmp_path: Path) -> None:
     assert read_wanted(tmp_path, 4).num_workers == 4
-    noted = LauncherStatistics(num_workers=2, restarts={"learner": 1})
+    noted = LauncherStatistics(num_workers=2, restarts={"learner": 1}, start_timestamp_s=5.5)
     note_wanted(tmp_path, noted)
     assert read_wanted(tmp_path, 4) == noted
     (tmp_path / "workers.json").write_text("{")
