@@ -267,8 +267,8 @@ class Health:
 
     def _of_means(self) -> Iterator[_Judgement]:
         masked, mismatch = self._mean("masked_token_share"), self._mean("mismatch_abs_mean")
-        began = _mean_of(_finite(step.mismatch_abs_mean for step in self._first))
-        earlier = f", and by {began:.3g} in the first steps" if began <= _MISMATCH else ""
+        began, *_ = _finite(step.mismatch_abs_mean for step in self._first)  # a huge rate breaks the second step
+        earlier = f", and by {began:.3g} in the first step" if began <= _MISMATCH else ""
         worse = "if the policy got worse, too, lower learner.optimizer.learning_rate; else "
         yield _judged(
             "stale",

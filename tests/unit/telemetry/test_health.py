@@ -118,6 +118,23 @@ def test_a_remedy_depends_on_the_first_step(
 
 
 @pytest.mark.parametrize(
+    ("first", "words"),
+    [
+        (
+            0.001,
+            "by 1.6 nats a token at the same version, and by 0.001 in the first step; if the policy got worse, too",
+        ),
+        (math.nan, "by 2 nats a token at the same version; compare their dtypes"),
+        (2.0, "by 2 nats a token at the same version; compare their dtypes"),
+    ],
+)
+def test_a_mismatch_after_the_first_step_may_be_a_huge_rate(first: float, words: str, make_train_record: Make) -> None:
+    begin, *steps = _steps(make_train_record, {"mismatch_abs_mean": 2.0}, first=1, last=5)
+    (line,) = _said(_health(), [msgspec.structs.replace(begin, mismatch_abs_mean=first), *steps])
+    assert words in line
+
+
+@pytest.mark.parametrize(
     "numbers",
     [
         {"zero_variance_group_share": 1.0},  # with a mean over the batch, equal groups have advantages
