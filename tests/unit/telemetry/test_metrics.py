@@ -49,7 +49,7 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
 
 def served_names(registry: CollectorRegistry) -> set[str]:
     lines = generate_latest(registry).decode().splitlines()
-    return {re.split(r"[{ ]", line)[0] for line in lines if not line.startswith("#") and "_created" not in line}
+    return {re.split(r"[{ ]", line)[0] for line in lines if not line.startswith("#")}
 
 
 def _statistics(struct: type[Measured], number: float) -> Measured:
