@@ -241,6 +241,14 @@ def test_workers_of_a_synchronous_run_may_idle(tmp_path: Path) -> None:
     assert _run([_fires(_series(long_steps), 40, set(), "with a learner that is busy")], tmp_path) == ""
 
 
+@pytest.mark.parametrize("symptom", ["nothing_trained", "no_signal", "no_gradient"])
+def test_more_workers_are_no_remedy_for_a_run_that_learns_nothing(symptom: str, tmp_path: Path) -> None:
+    """Without a gradient the learner has little to compute, and waits."""
+    healthy = [one for one in _series(CAUSES["LearnerStarved"]) if f"{P}symptom{{" not in one["series"]]
+    series = [*healthy, {"series": f'{P}symptom{{symptom="{symptom}",{_LEARNER}}}', "values": f"1x{_NUM}"}]
+    assert _run([_fires(series, 60, {"Unhealthy"}, symptom)], tmp_path) == ""
+
+
 def test_drops_of_slow_steps_are_seen(tmp_path: Path) -> None:
     """The counters change once a step, which takes 22 minutes."""
     steps = [n * 15 // 1320 for n in range(_NUM + 1)]
