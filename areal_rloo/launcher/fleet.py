@@ -268,6 +268,7 @@ class Fleet:
         self._first &= self._specs.keys()
 
     def _note_wanted(self) -> None:
+        self._progress.num_wanted = len(self._specs)
         with contextlib.suppress(OSError):  # only an alarm needs it
             note_wanted(
                 self._folder,

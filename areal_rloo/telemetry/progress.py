@@ -56,6 +56,7 @@ class Progress:
         """
         self._console = console
         self._unsaved = unsaved
+        self.num_wanted = 0  # rollout workers
         self._num_train_steps, self._health = num_train_steps, health
         self._eval_set = eval_set
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
@@ -161,6 +162,7 @@ class Progress:
             f"reward {_fixed(train.reward_mean, 3)}  eval {newest}  {_fixed(train.trained_tokens_per_s, 0)} tok/s  "
             f"staleness {_fixed(train.staleness_mean, 2)} (max {train.staleness_max})"
             f"{f'  dropped {100 * dropped:.0f} %' if dropped >= 0.005 else ''}"
+            f"{f'  {train.num_workers} of {self.num_wanted} workers' if train.num_workers < self.num_wanted else ''}"
             f"{'' if bound is None else f'  {bound.name} ({bound.waits})'}"
         )
 

@@ -52,6 +52,16 @@ def test_drops_are_in_the_line_if_there_are_any(
         assert words in " ".join(out.getvalue().split("\n"))
 
 
+def test_the_line_counts_the_workers_if_some_are_missing(make_train_record: MakeTrainRecord) -> None:
+    """Of two workers, one hangs: half of the fleet is lost, and the run goes on."""
+    for alive, words in ((1, "dropped 6 %  1 of 2 workers"), (2, "dropped 6 %")):
+        out = io.StringIO()
+        with Progress(Console(file=out, width=300), num_train_steps=20) as progress:
+            progress.num_wanted = 2
+            progress.show([make_train_record(num_workers=alive)])
+        assert out.getvalue().splitlines()[-1].endswith(words)
+
+
 def test_the_line_has_no_accuracy_before_the_first_evaluation(make_train_record: MakeTrainRecord) -> None:
     progress, out = plain()
     with progress:
