@@ -133,11 +133,7 @@ class Leasing:
 
     def _next_group(self, policy_version: int, published: int) -> LedgerGroup | None:
         """Return the group with waiting samples and the earliest deadline, else a new group; None if there is none."""
-        while self._queue:
-            group = self._queue.pop()
-            if group.waiting and group.group_id in self.ledger.groups:
-                return group
-        return self._admit(policy_version, published)
+        return self._queue.pop_waiting(self.ledger.groups) or self._admit(policy_version, published)
 
     def _last_holders(self, samples: Iterable[Sample | None]) -> set[str]:
         """Name the last holder of each sample that has a single attempt left: no worker alone uses up a sample."""

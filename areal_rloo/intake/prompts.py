@@ -97,7 +97,7 @@ class PromptStream:
         # Give up after every item was tried, however small the share of its source: this pass, and most of the next.
         last = [source.num_taken + 2 * len(source.items) for source in self._sources]
         while any(source.num_taken < end for source, end in zip(self._sources, last, strict=True)):
-            if self._ended():
+            if self.exhausted:
                 if self.num_filtered < sum(source.num_taken for source in self._sources):
                     return None
                 break
@@ -132,14 +132,14 @@ class PromptStream:
     @property
     def exhausted(self) -> bool:
         """True if no prompt is left."""
-        return not self._returned and self._ended()
+        return not self.num_left
 
     @property
     def num_left(self) -> int:
         """The number of prompts left, with those too long."""
-        if self._num_epochs is None:
-            return sys.maxsize
-        return len(self._returned) + sum(max(0, self._num_epochs * len(s.items) - s.num_taken) for s in self._sources)
+        num = self._num_epochs
+        coming = sys.maxsize if num is None else sum(max(0, num * len(s.items) - s.num_taken) for s in self._sources)
+        return len(self._returned) + coming
 
     @property
     def epoch(self) -> float:
@@ -172,10 +172,6 @@ class PromptStream:
         num_items = sum(len(source.items) for source in self._sources)
         if not 0 <= item_index < num_items:
             raise DataError(f"data.train: expected items 0 to {num_items - 1}, got {item_index} in the checkpoint")
-
-    def _ended(self) -> bool:
-        num = self._num_epochs
-        return num is not None and all(source.num_taken >= num * len(source.items) for source in self._sources)
 
     def _next_source(self) -> _Passes:
         total, num = sum(self._shares), 1 + sum(source.num_taken for source in self._sources)

@@ -57,6 +57,14 @@ class GroupQueue:
             del self._num_due[due]
         return self._groups.pop(group_id)
 
+    def pop_waiting(self, live: Mapping[int, LedgerGroup]) -> LedgerGroup | None:
+        """Take out the first live group with samples that wait for a lease, and all before; None if there is none."""
+        while self:
+            group = self.pop()
+            if group.waiting and group.group_id in live:
+                return group
+        return None
+
 
 class Room:
     """The workers with free room now: those with the fewest refused answers first, then those with the most room.

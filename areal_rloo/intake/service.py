@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 _WAIT_LOG_S = 30.0
 _DUTY_S = 8e-6  # of the loop for a duty in the first Hello of a process
-_LOOK_S, _MOST_BEFORE_S = 0.001, 0.01  # messages come before the next leases of a large step, for a while
+_LOOK_S, _MOST_LOOKS = 0.001, 10  # messages come before the next leases of a large step, for a while
 _TICKS_PER_HEARTBEAT = 4
 _LONGEST_TICK_S = 0.25  # a dead worker's samples go elsewhere two heartbeats and a second after the death
 
@@ -238,23 +238,21 @@ class IntakeService:
         while True:
             await self._owed.wait()
             self._owed.clear()
-            until_s = time.monotonic() + _MOST_BEFORE_S
-            await asyncio.sleep(_LOOK_S)
-            while not self.channel.is_idle and time.monotonic() < until_s:  # noqa: ASYNC110 - idle times are short
+            for _ in range(_MOST_LOOKS):
                 await asyncio.sleep(_LOOK_S)
+                if self.channel.is_idle:
+                    break
             self._apply(self._intake.grants())
 
-    def _apply(self, messages: Sequence[Outgoing]) -> None:
-        """Send messages after an event, and wake all that wait for a change."""
-        self._send(messages)
-        self._changed.set()
-        self._broadcaster.changed()
-
-    def _send(self, messages: Sequence[Outgoing]) -> None:
+    def _apply(self, messages: Sequence[Outgoing], *, wakes: bool = True) -> None:
+        """Send messages after an event; with `wakes`, wake all that wait for a change."""
         for peer, message in messages:
             self.channel.send(peer, message)
         if self._intake.owes_grants:
             self._owed.set()
+        if wakes:
+            self._changed.set()
+            self._broadcaster.changed()
 
     def _send_call(self, worker_id: str, offer_id: int) -> None:
         self._send_to(worker_id, WeightsCall(self._intake.learner_id, offer_id))
@@ -273,7 +271,7 @@ class IntakeService:
             nonlocal batch
             batch = self._intake.take_batch()
             if batch is None and not self._intake.owes_grants:
-                self._send(self._intake.grants())  # a group dropped as stale gave a place back
+                self._apply(self._intake.grants(), wakes=False)  # a group dropped as stale gave a place back
             return batch is not None or self._intake.no_more_batches
 
         await self._wait_until(is_settled, "the next batch")

@@ -99,9 +99,7 @@ def _truncated(key: str, value: Any, given: Given) -> Options:
 def _data(value: Any, given: Given) -> Options:
     found = _sources(value, given)
     evaluated = given.get("eval_strategy", "no") != "no" or "eval_dataset" in given or "eval_steps" in given
-    of_swift = (
-        "advantage_estimator" in given
-    )  # evaluates only a val_dataset, or a share of the rows (split_dataset_ratio)
+    of_swift = "advantage_estimator" in given  # evaluates a val_dataset, or a share of the rows (split_dataset_ratio)
     has_split = not of_swift and all("path" not in one for one in found)  # a file has no test split
     chosen = _alone_or_all(found)
     return {"data.train": chosen} | ({"data.eval": chosen} if evaluated and has_split else {})

@@ -128,7 +128,7 @@ def linked(alerts: str, pages: Sequence[dict[str, Any]]) -> str:
 
 def _panel_of(expression: str, pages: Sequence[dict[str, Any]]) -> str:
     # The rest says when the alarm is silent, or what the number is divided by.
-    condition = re.split(r" and on \(| / ", expression)[0]
+    condition = re.split(r" (?:and|unless|-) on \(| / ", expression)[0]
     names = set(re.findall(rf"{PREFIX}[a-z_0-9]+|process_[a-z_]+", condition))
 
     def numbers(place: tuple[dict[str, Any], dict[str, Any]]) -> tuple[int, bool]:
