@@ -17,6 +17,7 @@ from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 FIRST, LAST = 6, 25  # the steps that a forecast counts: the first are of a pipeline that fills
 _MOST_SAMPLES = 8192  # of a step
 _WORTH = 0.98  # of the best throughput: a smaller depth is worth the rest
+_MOST_DEPTH = 64  # searched: deeper pipelines only make samples older, and each takes longer to simulate
 _ORDINALS = ("second", "third", "fourth", "fifth", "sixth", "seventh")
 
 
@@ -57,7 +58,7 @@ def forecast(load: Load, setup: Setup) -> Forecast:
 _NOTHING = "by about 0 %"
 
 
-def bottleneck(load: Load, setup: Setup, *, wait_share: float, idle_share: float) -> str:
+def bottleneck(load: Load, setup: Setup, *, wait_share: float, idle_share: float, is_forecast: bool = False) -> str:
     """Say in a sentence which half is the bottleneck, and the gain from more of this half; shares are of the time."""
     before = forecast(load, setup).tokens_per_s
 
@@ -67,7 +68,7 @@ def bottleneck(load: Load, setup: Setup, *, wait_share: float, idle_share: float
     worker = replace(setup, num_workers=setup.num_workers + 1)
     rank = replace(setup, num_ranks=setup.num_ranks + 1)
     a_worker, a_rank = f"{_next(worker.num_workers)} worker", f"{_next(rank.num_ranks)} learner rank"
-    name, waits = bound_by(learner_waits=wait_share, rollouts_wait=idle_share)
+    name, waits = bound_by(learner_waits=wait_share, rollouts_wait=idle_share, has_rewards=not is_forecast)
     if name == "reward-bound":
         remedy = "raise rollout.num_reward_workers, make rewards and tools faster, or async if they wait"
         return f"{name}: {waits}, both for completions that wait for a reward or a tool; {remedy}"
@@ -122,7 +123,7 @@ def best_setup(
 
     For each depth and number of slots, the search climbs from the split at which both halves alone are about as fast.
     """
-    deepest = max(1, setup.max_staleness)
+    deepest = max(1, min(setup.max_staleness, _MOST_DEPTH))
     depths = sorted({min(depth, deepest) for depth in (1, 2, 4, deepest)})
     found: list[tuple[Setup, Forecast]] = []
     for num_slots in slots:

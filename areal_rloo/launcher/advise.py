@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
         f"measured in {', '.join(map(str, folders))}: {_speeds(load, setup)}",
         f"as configured: {_counts(setup)}: {forecast(load, setup).words()}",
         f"best for {num_devices} devices: {_counts(best)}: {found.words()}",
-        bottleneck(load, best, wait_share=found.wait_share, idle_share=found.idle_share),
+        bottleneck(load, best, wait_share=found.wait_share, idle_share=found.idle_share, is_forecast=True),
         f"options: learner.num_ranks={best.num_ranks} rollout.num_workers={best.num_workers} "
         f"algorithm.pipeline_depth={best.pipeline_depth} rollout.num_slots={best.num_slots}",
         *(["for advice on rollout.num_slots, name a second run with other slots with --from"] * (len(slots) == 1)),

@@ -28,6 +28,7 @@ examples:
   areal-rloo run --config my.yaml --dry-run"""
 _MOST_ITEMS = 20
 _LEFT = ("hand", "unknown")  # fates
+_REFUSED = "TO_DO: make this config complete, then remove this line"
 _TITLES = {
     "to": "translated:",
     "none": "not needed here:",
@@ -60,7 +61,8 @@ def main(arguments: Sequence[str]) -> int:
     sys.stderr.write("\n".join([*report(found.system, translation), *left]) + "\n")
     sys.stderr.flush()
     print(f"# From {shown(options.file.name)} of {found.system}, by areal-rloo migrate.")  # noqa: T201 - the output
-    print("".join(remarks(translation)) + as_yaml(translation), end="")  # noqa: T201
+    refused = f"{_REFUSED}\n" if translation.refusal else ""  # with our defaults in the gaps, another task would run
+    print("".join(remarks(translation)) + refused + as_yaml(translation), end="")  # noqa: T201
     return 0
 
 

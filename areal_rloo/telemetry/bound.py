@@ -24,8 +24,11 @@ class Bound(NamedTuple):
     waits: str
 
 
-def bound_by(*, learner_waits: float, rollouts_wait: float) -> Bound:
-    """Name the bound from two shares of the time. Halves that both wait are in lockstep, as in synchronous RL."""
+def bound_by(*, learner_waits: float, rollouts_wait: float, has_rewards: bool = True) -> Bound:
+    """Name the bound from two shares of the time. Halves that both wait are in lockstep, as in synchronous RL.
+
+    `has_rewards`: False for a forecast, which knows no rewards.
+    """
     learner, rollouts = (
         f"the learner waits {100 * learner_waits:.0f} %",
         f"the rollouts wait {100 * rollouts_wait:.0f} %",
@@ -33,7 +36,7 @@ def bound_by(*, learner_waits: float, rollouts_wait: float) -> Bound:
     both = f"{learner}, {rollouts}"
     if max(learner_waits, rollouts_wait) < _SMALL:
         return Bound("balanced", both)
-    if learner_waits + rollouts_wait > _AT_ONCE:
+    if has_rewards and learner_waits + rollouts_wait > _AT_ONCE:
         return Bound("reward-bound", both)
     if min(learner_waits, rollouts_wait) >= _ALIKE * max(learner_waits, rollouts_wait):
         return Bound("in lockstep", both)

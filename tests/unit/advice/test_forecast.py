@@ -55,6 +55,17 @@ def test_the_sentence_of_a_slow_learner_has_the_gain_from_a_rank() -> None:
     assert words.endswith("a fourth learner rank, with more cores or another GPU, would raise throughput by about 30 %")
 
 
+def test_a_forecast_knows_no_rewards_that_both_halves_wait_for() -> None:
+    shares = {"wait_share": 0.9, "idle_share": 0.8}
+    assert bottleneck(load(1e-4, 1e-4), SETUP, **shares).startswith("reward-bound")
+    assert bottleneck(load(1e-4, 1e-4), SETUP, **shares, is_forecast=True).startswith("in lockstep")
+
+
+def test_a_huge_bound_does_not_make_the_search_long() -> None:
+    setup, _ = best_setup(load(1e-4, 1e-4), replace(SETUP, max_staleness=100_000), splits(2, per_worker=1), slots=[16])
+    assert setup.pipeline_depth <= 64
+
+
 def test_groups_that_a_filter_drops_cost_rollouts() -> None:
     """The rollouts are the bottleneck: a quarter of the groups gives a quarter of the tokens, and another split."""
     measured, setup = load(1e-4, 1e-5), replace(SETUP, num_ranks=2)
