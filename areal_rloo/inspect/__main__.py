@@ -71,7 +71,10 @@ def main(arguments: Sequence[str]) -> int:
 def _look(options: Options) -> None:
     if options.life is not None:
         life = life_of(read_traces(options.run_folder), options.life)
-        print("\n".join(life or [f"no sample {'/'.join(map(str, options.life))} in the traces"]))  # noqa: T201
+        if not life:
+            name = "/".join(map(str, options.life))
+            raise DataError(f"--life {name}: expected a sample of the traces; each process traces its first 256 MiB")
+        print("\n".join(life))  # noqa: T201
         return
     seen = select.Seen()
     console = _Console(highlight=False, markup=False, emoji=False)

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_rloo.__main__ import main
+from areal_rloo.config import Config, dump_config
 from areal_rloo.errors import DataError
 from areal_rloo.telemetry.trace import FOLDER_NAME, SAMPLES, Beginning, Detail, Span
 from areal_rloo.trace import joined
@@ -140,6 +142,14 @@ def test_evaluations_and_killed_workers_leave_no_half_lives(tmp_path: Path) -> N
     events = read_traces(tmp_path)
     assert lives(events) == []
     assert sum(event["ph"] == "X" for event in trace_events(events)) == 2, "both are drawn"
+
+
+def test_a_sample_without_a_trace_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _a_life(tmp_path)
+    (tmp_path / "config.yaml").write_text(dump_config(Config()))
+    assert main(["inspect", str(tmp_path), "--life", "4/0"]) == 0
+    assert main(["inspect", str(tmp_path), "--life", "4/1"]) == 2
+    assert "--life 4/1: expected a sample of the traces" in capsys.readouterr().err
 
 
 def test_a_run_without_traces_says_what_it_needs(tmp_path: Path) -> None:
