@@ -28,10 +28,11 @@ def timeline(
     stretches: Sequence[Stretch],
     lasted: Sequence[Lasted],
 ) -> str:
-    """Draw starts, evaluations, kept checkpoints, changes of the config, skipped steps, and symptoms."""
+    """Draw starts, evaluations, kept checkpoints, changes of the config, lost workers, skipped steps, and symptoms."""
     if not train:
         return ""
-    skipped = [now for before, now in itertools.pairwise(train) if now.skipped_steps > before.skipped_steps]
+    pairs = [*itertools.pairwise(train)]
+    skipped = [now for before, now in pairs if now.skipped_steps > before.skipped_steps]
     points = {
         "starts": [(one.version, f"the learner starts at {one.time} UTC") for one in read_starts(folder)],
         "evaluations": [
@@ -41,6 +42,11 @@ def timeline(
         "config changed": [
             (stretch.version, ", ".join(change.key for change in stretch.changes) or "cannot be compared")
             for stretch in stretches[1:]
+        ],
+        "workers lost": [
+            (now.policy_version, f"{before.num_workers} to {now.num_workers} rollout workers")
+            for before, now in pairs
+            if now.num_workers < before.num_workers
         ],
         "steps skipped": [(record.policy_version, "the gradient was not finite") for record in skipped],
     }

@@ -106,7 +106,8 @@ def test_the_timeline_has_what_happened_when(
     file = MetricsFile(tmp_path / "metrics.jsonl")
     for step in range(1, 41):
         shares = {"truncated_share": 1.0 if 10 <= step < 25 else 0.0, "skipped_steps": int(step >= 30)}
-        file.append(make_train_record(num_train_steps=step, policy_version=step, **shares))
+        num_workers = 1 if 33 <= step < 36 else 2
+        file.append(make_train_record(num_train_steps=step, policy_version=step, num_workers=num_workers, **shares))
     file.append(msgspec.structs.replace(eval_record, policy_version=7, accuracy=0.625))
     file.close()
     text = write_report(tmp_path).read_text()
@@ -116,6 +117,7 @@ def test_the_timeline_has_what_happened_when(
     assert "learner.optimizer.learning_rate: 20" in events
     assert [event[-2:] for event in events if event.startswith("the learner starts at 2")] == [" 0", "20"]
     assert "the gradient was not finite: 30" in events
+    assert [event for event in events if event.endswith("rollout workers: 33")] == ["2 to 1 rollout workers: 33"]
     began, ended = next(event for event in events if event.startswith("truncated: ")).split(": ")[1].split(" to ")
     assert 10 < int(began) <= 16
     assert 25 <= int(ended) <= 32
