@@ -63,6 +63,8 @@ def typed(tree: dict[str, Any], source_of: SourceOf) -> Config:
         hint = _values_of(hints.get(parent), tuple) if last.isdecimal() else hints.get(path)
         words = _in_words(message, hint, value)
         said = "an empty value is null" if value is None else f"the value is {_quoted(value)}"
+        if isinstance(value, str) and "," in value and source_of(path).startswith("override "):
+            said += f"; to try several, areal-rloo sweep --over {path}={shown(value)}"
         raise ConfigError(f"{source_of(path)}: {path}: {words}; {said}") from error
     try:
         validate(config)

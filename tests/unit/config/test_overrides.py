@@ -72,6 +72,7 @@ def test_a_removed_position_leaves_the_others_of_a_list(path: str) -> None:
         ("~data.train.task.x", "'data.train.task' is a value, not a section"),
         ("algorithm.group_size+=1", "expected a list to append to, got '4'"),
         ("learner.num_ranks+=1", "expected a list to append to, got '1'"),
+        ("run.seed=1,2", "expected int, got str; the value is '1,2'; to try several, areal-rloo sweep --over run.seed"),
         ("algorithm.nothing+=1", "unknown key 'algorithm.nothing'"),
         ("telemetry.trackers+=nothing", "override 'telemetry.trackers+=nothing': telemetry.trackers.1: expected one"),
         ("+algorithm.group_size=2", "leave out the '+' at the beginning"),
