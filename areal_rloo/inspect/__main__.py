@@ -23,6 +23,7 @@ from areal_rloo.inspect import select
 from areal_rloo.inspect.shown import visible_line
 from areal_rloo.inspect.text import By, View, show, table, tallied
 from areal_rloo.program import Parser, run_main
+from areal_rloo.telemetry.trace import MOST_BYTES
 from areal_rloo.telemetry.trajectories import FILE_NAME, TrajectoryRecord, read_trajectories
 from areal_rloo.trace.joined import read_traces
 from areal_rloo.trace.lives import life_of
@@ -73,7 +74,8 @@ def _look(options: Options) -> None:
         life = life_of(read_traces(options.run_folder), options.life)
         if not life:
             name = "/".join(map(str, options.life))
-            raise DataError(f"--life {name}: expected a sample of the traces; each process traces its first 256 MiB")
+            most = f"each process traces its first {MOST_BYTES >> 20} MiB"
+            raise DataError(f"--life {name}: expected a sample of the traces; {most}")
         print("\n".join(life))  # noqa: T201
         return
     seen = select.Seen()

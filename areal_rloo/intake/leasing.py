@@ -104,11 +104,10 @@ class Leasing:
 
         The cost does not grow with the groups in flight, nor with the workers that have no room.
         """
-        admissible = 0 if self.stream.exhausted else self._num_admissible(policy_version, published)
-        num_new = min(admissible, self.stream.num_left)
+        num_new = 0 if self.stream.exhausted else self._num_admissible(policy_version, published)
         if not self._queue and not num_new:
             return
-        room = Room(self.fleet, num_new, self.config.algorithm.group_size)
+        room = Room(self.fleet, min(num_new, self.stream.num_left), self.config.algorithm.group_size)
         passed_over: list[LedgerGroup] = []  # they wait for room at another worker, and take none
         most = _MOST_GRANTED
         while room and most > 0 and (group := self._next_group(policy_version, published)) is not None:

@@ -169,7 +169,7 @@ class Fleet:
         self._first = frozenset(self._specs)  # workers of the start of the run
         self._leaving_until_s: dict[str, float] = {}
         self._restarts: dict[str, int] = {}
-        self._began = datetime.now(UTC)
+        self._began_s = datetime.now(UTC).timestamp()
         self._seen: bytes | None = None
         self._start_at_s = 0.0
         (folder / _WISH).unlink(missing_ok=True)  # of an earlier start
@@ -270,12 +270,10 @@ class Fleet:
     def _note_wanted(self) -> None:
         self._progress.num_wanted = len(self._specs)
         with contextlib.suppress(OSError):  # only an alarm needs it
-            note_wanted(
-                self._folder,
-                LauncherStatistics(
-                    num_workers=len(self._specs), restarts=self._restarts, start_timestamp_s=self._began.timestamp()
-                ),
+            noted = LauncherStatistics(
+                num_workers=len(self._specs), restarts=self._restarts, start_timestamp_s=self._began_s
             )
+            note_wanted(self._folder, noted)
 
     def _end_leaving(self) -> None:
         for name, ends_s in list(self._leaving_until_s.items()):

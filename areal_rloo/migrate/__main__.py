@@ -14,7 +14,7 @@ import yaml
 
 from areal_rloo.errors import ConfigError, shown
 from areal_rloo.migrate.reading import read
-from areal_rloo.migrate.translate import RULES, Translation, translate
+from areal_rloo.migrate.translate import RULES, Line, Translation, translate
 from areal_rloo.migrate.trl_steps import PROCESSES
 from areal_rloo.program import Parser, run_main
 
@@ -75,8 +75,7 @@ def remarks(translation: Translation) -> Iterator[str]:
     """Give a comment of the config for everything to do by hand: a file outlives the report on the terminal."""
     for line in translation.lines:
         if line.fate in _LEFT:
-            setting = shown(f"{line.name}={_short(line.value)}")
-            yield f"# {_TITLES[line.fate]} {setting}{'; ' if line.why else ''}{line.why}\n"
+            yield f"# {_TITLES[line.fate]} {_setting(line)}{'; ' if line.why else ''}{line.why}\n"
     if translation.refusal:
         yield f"# the config is not complete: {shown(translation.refusal)}\n"
 
@@ -89,16 +88,16 @@ def report(system: str, translation: Translation) -> Iterator[str]:
         if lines:
             yield f"{title}  ({len(lines)} of {len(translation.lines)} settings of {system})"
         for line in lines:
-            setting = shown(f"{line.name}={_short(line.value)}")
             words = f"{', '.join(line.keys)}{': ' if line.keys and line.why else ''}{line.why}"
-            yield f"  {setting:<{width}}  {words}".rstrip()
+            yield f"  {_setting(line):<{width}}  {words}".rstrip()
     if translation.refusal:
         yield f"the config is not complete: {translation.refusal}"
 
 
-def _short(value: object) -> str:
-    """Write a value; of a long list only the beginning."""
-    return str(value[:_MOST_ITEMS] if isinstance(value, list) else value)
+def _setting(line: Line) -> str:
+    """Write a setting with its value; of a long list only the beginning."""
+    value = line.value[:_MOST_ITEMS] if isinstance(line.value, list) else line.value
+    return shown(f"{line.name}={value}")
 
 
 if __name__ == "__main__":

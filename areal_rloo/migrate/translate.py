@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from areal_rloo.config.load import config_of
-from areal_rloo.errors import ConfigError
+from areal_rloo.errors import ConfigError, shown
 from areal_rloo.migrate import areal, trl, verl
 from areal_rloo.migrate.reading import Found, System
 from areal_rloo.migrate.rules import Expression, Options, Rule, UnreadableError
@@ -28,7 +28,6 @@ RULES: Mapping[System, Mapping[str, Rule]] = {
 }
 _DEFAULTS = {"areal": areal.defaults, "verl": verl.defaults, "trl": trl.defaults, "ms-swift": trl.defaults}
 _DECIDE = ("trainer", "advantage_estimator", "tuner_type", "train_type")
-_MOST_SHOWN = 200  # characters of a value
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -80,7 +79,7 @@ def translate(found: Found) -> Translation:
         rule = None if pattern is None else rules[pattern]
         line = lines[name] = _applied(name, given, rule, options, doubtful=name in found.doubtful)
         if line.fate == "hand" and rule is not None and rule.decides:
-            refusals.append(f"{name}={str(line.value)[:_MOST_SHOWN]}: {line.why}")
+            refusals.append(f"{name}={shown(str(line.value))}: {line.why}")
     tree = _tree(options)
     try:
         config_of(tree)
