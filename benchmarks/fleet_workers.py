@@ -41,6 +41,7 @@ _SHORT_BYTES = 200  # an acknowledgement is shorter
 _DECODE_STEP_S = 0.02
 _PATIENCE_S = 60.0
 _LONGEST_WAIT_S = 0.02  # then the pipe is looked at
+_PER_POLL = 16  # the time for leases and notices, over that of a poll: else large fleets would mostly poll
 _GATHER_S, _MOST_GATHER_S = 16e-6, 0.001  # from poll to poll: a poll looks at all sockets; for each, and at most
 
 
@@ -254,13 +255,14 @@ class Workers:
             wait_s = 0.0 if self._waiting else min(looks_s, next_s) - max(now_s, polls_s)
             began_s = time.perf_counter() + max(0.0, wait_s)
             polled = self._poller.poll(max(0, math.ceil(1000 * wait_s)))
-            polls_s = time.perf_counter() + gather_s(len(self._names))
+            polled_s = time.perf_counter()
+            polls_s = polled_s + gather_s(len(self._names))
             for socket, _ in polled:
                 worker = self._by_socket[socket]
                 if worker.read():
                     self._waiting[worker] = None
                 self._act(worker)
-            until_s = max(polls_s, 2 * time.perf_counter() - began_s)  # as long as the look at all sockets
+            until_s = max(polls_s, time.perf_counter() + _PER_POLL * (polled_s - began_s))
             while self._waiting and time.perf_counter() < until_s:
                 worker = next(iter(self._waiting))
                 if not worker.handle():

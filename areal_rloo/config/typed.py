@@ -106,7 +106,7 @@ class _Cleaner:
         for key, value in node.items():
             here = f"{path}.{key}" if path else key
             if key not in hints:
-                words = f"unknown key '{shown(here)}'; {_suggestion(key, path, hints)}"
+                words = f"unknown key '{shown(here)}'; {_known_leaf(value) or _suggestion(key, path, hints)}"
                 raise ConfigError(f"{self._source_of(here)}: {words}")
             hint = hints[key]
             is_list = typing.get_origin(hint) is tuple
@@ -172,6 +172,14 @@ def _values_of(hint: Any, container: type) -> Any:
         if typing.get_origin(option) is container:
             return typing.get_args(option)[1 if container is dict else 0]
     return Any
+
+
+def _known_leaf(value: Any) -> str | None:
+    """Name our key for another system's key inside an unknown section; None if there are several keys, or none."""
+    leaf = ""
+    while isinstance(value, dict) and len(value) == 1:
+        ((leaf, value),) = value.items()
+    return f"did you mean {OURS[leaf]!r}?" if leaf in OURS and not isinstance(value, dict) else None
 
 
 def _suggestion(key: str, parent: str, hints: dict[str, Any]) -> str:

@@ -352,6 +352,7 @@ class Job:
             remedy = ""
         elif (newest := self._newest_checkpoint()) is not None:
             remedy = f"; go on from the newest checkpoint ({newest}) with {resume}"
+        remedy += "; docs/troubleshooting.md has causes and remedies" * (code != 2)  # else the error has the remedy
         self._progress.warn(f"logs: {self._folder / 'logs'}{remedy}")
 
     def _why_killed(self) -> str | None:

@@ -1,6 +1,7 @@
 """Read the settings of another system's file: YAML, a shell script, or a Python script. Nothing in the file is run.
 
-shell:   variables with their defaults are filled in; `key.path=value` and `--key value` are settings
+shell:   variables with their defaults are filled in; `key.path=value` and `--key value` are settings, and those of a
+         YAML file that a command names with `--config`
 Python:  the keywords of RLOOConfig(...), GRPOConfig(...), their trainers, LoraConfig(...) and load_dataset(...), and
          later assignments to an attribute of a config
 YAML:    nested keys are joined with dots; `${a.b}` stands for the value of another key
@@ -27,6 +28,7 @@ System = Literal["areal", "verl", "trl", "ms-swift"]
 Settings = dict[str, Any]
 
 _MOST_BYTES = 2**18
+_YAML = (".yaml", ".yml")
 _INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 _BUILDERS = ("json", "csv", "parquet", "text")  # `load_dataset` reads files with them
 _CHANGES = ("map", "filter", "select", "take", "train_test_split")  # of the rows of a set
@@ -71,7 +73,7 @@ def read(path: Path, system: System | None = None) -> Found:
     try:
         if path.suffix == ".py":
             script = _of_python(ast.parse(text))
-        elif path.suffix in (".yaml", ".yml"):
+        elif path.suffix in _YAML:
             _check_events(text)
             script = Script(_of_yaml(yaml.safe_load(text)))
         else:
@@ -87,6 +89,8 @@ def read(path: Path, system: System | None = None) -> Found:
         )
     if found == "verl":  # options with dashes are of programs that start it
         settings = {name: value for name, value in settings.items() if "." in name}
+    if found in ("trl", "ms-swift"):
+        settings = {**_beside(path, settings), **dict(map(_positive, settings.items()))}
     return Found(
         found,
         settings,
@@ -96,6 +100,25 @@ def read(path: Path, system: System | None = None) -> Found:
         unread=tuple(script.unread),
         text=text,
     )
+
+
+def _beside(script: Path, settings: Settings) -> Settings:
+    """Read the YAML that a command names with `--config`; the options of the command win.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    path = script.parent / str(settings.get("config"))
+    if script.suffix in _YAML or path.suffix not in _YAML or not path.is_file():
+        return {}
+    del settings["config"]
+    return read(path, "trl").settings
+
+
+def _positive(setting: tuple[str, Any]) -> tuple[str, Any]:
+    """Read `--no_X` as X = False, as the parser of these systems does."""
+    name, value = setting
+    return (name.removeprefix("no_"), False) if name.startswith("no_") and value is True else setting
 
 
 def script_in(text: str) -> str:

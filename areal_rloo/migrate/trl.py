@@ -252,6 +252,7 @@ RULES: Mapping[str, Rule] = {
     HOSTS: to("launcher.num_hosts", whole),
     **each("nproc_per_node nnodes", absent(f"with {PROCESSES}")),
     "config_file": absent("how the processes start"),
+    "config": Rule(why="a file with more settings: put it where the script names it", by_hand=True, decides=True),
     **each("model model_name_or_path", Rule(lambda value, given: {"model.path": value}, decides=True)),
     "torch_dtype": made(_dtype),
     "dtype": made(_dtype),

@@ -40,6 +40,7 @@ class Panel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics: str = ""
     others: tuple[tuple[str, str], ...] = ()
     unit: str = ""  # in Grafana; empty: of the first metric
+    help: str = ""  # of numbers that others serve
     kind: Literal["timeseries", "state-timeline", "table"] = "timeseries"
     charts: Literal["", "steps", "evaluations"] = ""
 
@@ -192,7 +193,7 @@ def _panel(panel: Panel, index: int) -> dict[str, Any]:
         "id": index + 1,
         "type": panel.kind,
         "title": panel.title,
-        "description": "\n".join(_describe(declared) for declared, _ in metrics),
+        "description": panel.help or "\n".join(map(_describe, _described(panel))),
         "datasource": _SOURCE,
         "gridPos": {"x": across * _WIDTH, "y": down * _HEIGHT, "w": _WIDTH, "h": _HEIGHT},
         "targets": [
@@ -201,6 +202,13 @@ def _panel(panel: Panel, index: int) -> dict[str, Any]:
         ],
         "fieldConfig": {"defaults": defaults, "overrides": []},
     }
+
+
+def _described(panel: Panel) -> list[Declared]:
+    """Give the metrics of a panel, also those inside an expression."""
+    names = [word for expression, _ in panel.others for word in re.findall(rf"{PREFIX}(\w+)", expression)]
+    named = dict.fromkeys(panel.metrics.split() + [name.removesuffix("_total") for name in names])
+    return [_METRICS[name][0] for name in named]
 
 
 def _target(declared: Declared, of_learner: bool, *, is_alone: bool) -> tuple[str, str]:

@@ -135,7 +135,7 @@ def _health(folder: Path, records: Sequence[Record]) -> tuple[str, list[Lasted]]
             known = present.get(name, Lasted(name, record.policy_version, record.policy_version))
             present[name] = known._replace(last=max(known.last, record.policy_version))  # evaluations come late
     lasted += present.values()
-    text = f"<section><h2>Health</h2><table>{''.join(rows)}</table></section>" if rows else ""
+    text = f"<section><h2>Health (alarm Unhealthy)</h2><table>{''.join(rows)}</table></section>" if rows else ""
     return text, sorted(lasted, key=lambda symptom: symptom.first)
 
 

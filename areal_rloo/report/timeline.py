@@ -44,14 +44,16 @@ def timeline(
             for stretch in stretches[1:]
         ],
         "workers lost": [
-            (now.policy_version, f"{before.num_workers} to {now.num_workers} rollout workers")
+            (now.policy_version, f"{before.num_workers} to {now.num_workers} rollout workers (alarm TargetDown)")
             for before, now in pairs
             if now.num_workers < before.num_workers
         ],
-        "steps skipped": [(record.policy_version, "the gradient was not finite") for record in skipped],
+        "steps skipped": [
+            (record.policy_version, "the gradient was not finite (alarm StepsSkipped)") for record in skipped
+        ],
     }
     rows = [Row(name, [(x, x, text) for x, text in events]) for name, events in points.items() if events]
     for name in dict.fromkeys(symptom.name for symptom in lasted):
-        spans = [(one.first, one.last, name) for one in lasted if one.name == name]
+        spans = [(one.first, one.last, f"{name} (alarm Unhealthy)") for one in lasted if one.name == name]
         rows.append(Row(name, spans, bad=True))
     return strip_chart("Timeline, by step", rows, 0, train[-1].policy_version)

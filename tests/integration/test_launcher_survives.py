@@ -137,10 +137,9 @@ def test_a_run_without_workers_names_the_cause_and_the_way_on(start: Callable[..
     logs = run.folder / "logs"
     cause = f"({logs / 'rollout-0'}.out and .log say more). MemoryError: the engine has no memory\n"
     assert f"rollout-0 ended with code 1; no restart is left (launcher.max_restarts) {cause}" in output
-    assert (
-        f"logs: {logs}; go on from the newest checkpoint (step-{run.saved_steps():06d}) with areal-rloo resume"
-        in output
-    )
+    resume = f"areal-rloo resume {run.folder}; docs/troubleshooting.md has causes and remedies\n"
+    newest = f"step-{run.saved_steps():06d}"
+    assert f"logs: {logs}; go on from the newest checkpoint ({newest}) with {resume}" in output
     assert "the learner ended" not in output
 
 

@@ -158,6 +158,14 @@ def test_a_panel_has_unit_help_and_healthy_range_of_the_metric() -> None:
     assert shown["description"] == "masked_token_share: Tokens past max_staleness (healthy: 0 to 0.1)."
 
 
+def test_every_panel_says_what_it_shows() -> None:
+    assert [panel["title"] for panel in panels() if not panel["description"]] == []
+    (shown,) = (panel for panel in panels() if panel["title"].startswith("Skipped steps"))
+    assert [line.partition(":")[0] for line in shown["description"].splitlines()] == [
+        *("skipped_steps", "failed_checkpoints", "watchdog_hangs"),
+    ]
+
+
 def test_prometheus_accepts_the_rules_and_the_scrape_config() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:

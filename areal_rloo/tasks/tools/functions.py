@@ -56,14 +56,14 @@ class FunctionTool:
         where = f"{key}: {path}"
         description, about = _documented(where, self._function)
         hints, required = _arguments(where, self._function)
+        properties = {name: _schema(f"{where}: argument {name!r}", hint) for name, (hint, _) in hints.items()}
         try:
-            properties = {name: msgspec.json.schema(hint) for name, (hint, _) in hints.items()}
             fields = [
                 (name, hint) if name in required else (name, hint, default) for name, (hint, default) in hints.items()
             ]
             self._arguments = msgspec.defstruct(self.name, fields, forbid_unknown_fields=True, kw_only=True)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{where}: expected arguments of types that JSON has: {first_line(error)}") from error
+            raise ConfigError(f"{where}: expected defaults that JSON has: {first_line(error)}") from error
         for name in properties.keys() & about.keys():
             properties[name]["description"] = about[name]
         parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
@@ -97,6 +97,14 @@ class FunctionTool:
         if self._is_async:
             return await self._function(**values)
         return await asyncio.wrap_future(on_daemon_thread(lambda: self._function(**values), name="tool"))
+
+
+def _schema(where: str, hint: Any) -> dict[str, Any]:
+    try:
+        return msgspec.json.schema(hint)
+    except (TypeError, ValueError) as error:
+        words = "expected a type that JSON has, such as str, int, float, bool, list[str] or dict[str, int]"
+        raise ConfigError(f"{where}: {words}, got {inspect.formatannotation(hint)}") from error
 
 
 def _documented(where: str, function: Callable[..., Any]) -> tuple[str, dict[str, str]]:

@@ -22,8 +22,11 @@ from areal_rloo.errors import ConfigError
         ("learner.gae_lambda=1", "there is no such option: there is no critic"),
         ("rloo_k=4", "did you mean 'algorithm.group_size'?"),
         ("response_length=64", "did you mean 'rollout.sampling.max_new_tokens'?"),
-        ("actor.optimizer.lr=1e-5", "a key of AReaL or verl; `areal-rloo migrate FILE`"),
-        ("gconfig.n_samples=2", "a key of AReaL or verl; `areal-rloo migrate FILE`"),
+        ("sampling.n=8", "did you mean 'algorithm.group_size'?"),
+        ("actor.optimizer.lr=1e-5", "did you mean 'learner.optimizer.learning_rate'?"),
+        ("actor_rollout_ref.actor.clip_ratio=0.2", "did you mean 'algorithm.loss.eps_low'?"),
+        ("actor.optimizer.eps=1e-5", "a key of AReaL or verl; `areal-rloo migrate FILE`"),
+        ("gconfig={n_samples: 2, greedy: true}", "a key of AReaL or verl; `areal-rloo migrate FILE`"),
     ],
 )
 def test_a_name_of_another_system_gives_a_hint(override: str, hint: str) -> None:

@@ -150,6 +150,31 @@ def test_words_that_only_the_shell_can_count_are_named(tmp_path: Path, capsys: p
     assert "seed=1 " in said
 
 
+def test_a_file_of_settings_beside_the_command_counts_less_than_the_command(tmp_path: Path) -> None:
+    (tmp_path / "rloo.yaml").write_text("beta: 0.02\nlearning_rate: 3.0e-6\nbf16: true\n")
+    script = f"trl rloo --config rloo.yaml --learning_rate 5e-6 {TRAINS}"
+    settings = found("run.sh", tmp_path, script).settings
+    assert (settings["beta"], settings["learning_rate"], settings["bf16"]) == (0.02, 5e-6, True)
+    assert "config" not in settings
+    (tmp_path / "rloo.yaml").unlink()
+    translation = translate(found("run.sh", tmp_path, script))
+    assert "config=rloo.yaml: a file with more settings" in translation.refusal
+
+
+def test_a_file_of_settings_that_names_itself_is_read_once(tmp_path: Path) -> None:
+    path = tmp_path / "rloo.yaml"
+    path.write_text("config: rloo.yaml\nnum_generations: 4\n")
+    assert found("rloo.yaml", tmp_path, path.read_text()).settings["config"] == "rloo.yaml"
+    assert found("run.sh", tmp_path, f"trl rloo --config rloo.yaml {TRAINS}").settings["config"] == "rloo.yaml"
+
+
+@pytest.mark.parametrize("option", ["--no_gradient_checkpointing", "--no-gradient-checkpointing"])
+def test_an_option_that_begins_with_no_is_a_setting_that_is_off(option: str, tmp_path: Path) -> None:
+    translation = translate(found("run.sh", tmp_path, f"trl rloo {TRAINS} {option}"))
+    assert translation.tree["learner"]["gradient_checkpointing"] is False
+    assert not [line.name for line in translation.lines if line.fate == "unknown"]
+
+
 def test_an_option_of_hydra_can_be_removed(tmp_path: Path) -> None:
     script = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=rloo actor_rollout_ref.rollout.n=5"
     removed = "+data.seed=1 actor_rollout_ref.actor.clip_ratio_high=0.4 '~actor_rollout_ref.actor.clip_ratio_high'"

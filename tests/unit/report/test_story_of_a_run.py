@@ -116,9 +116,9 @@ def test_the_timeline_has_what_happened_when(
     assert f"{eval_record.name}: accuracy 0.625: 7" in events
     assert "learner.optimizer.learning_rate: 20" in events
     assert [event[-2:] for event in events if event.startswith("the learner starts at 2")] == [" 0", "20"]
-    assert "the gradient was not finite: 30" in events
-    assert [event for event in events if event.endswith("rollout workers: 33")] == ["2 to 1 rollout workers: 33"]
-    began, ended = next(event for event in events if event.startswith("truncated: ")).split(": ")[1].split(" to ")
+    assert "the gradient was not finite (alarm StepsSkipped): 30" in events
+    assert [event for event in events if event.endswith(": 33")] == ["2 to 1 rollout workers (alarm TargetDown): 33"]
+    began, ended = next(event for event in events if event.startswith("truncated (alarm ")).split(": ")[1].split(" to ")
     assert 10 < int(began) <= 16
     assert 25 <= int(ended) <= 32
     assert "commit&quot;: &quot;abc123" in text
@@ -134,7 +134,7 @@ def test_an_evaluation_of_an_older_version_shortens_no_symptom(
         file.append(make_train_record(num_train_steps=step, policy_version=step, truncated_share=1.0))
     file.append(msgspec.structs.replace(eval_record, policy_version=20))
     file.close()
-    assert "truncated: 3 to 40" in titles(write_report(tmp_path).read_text())
+    assert "truncated (alarm Unhealthy): 3 to 40" in titles(write_report(tmp_path).read_text())
 
 
 @pytest.mark.parametrize(

@@ -157,8 +157,12 @@ def test_a_call_without_end_is_an_error_after_the_timeout(name: str, path: Path)
             "many",
             "expected arguments with names and types, as in `def search(query: str, limit: int = 3)`, got '*querie",
         ),
-        ("odd", "expected arguments "),
-        ("strange", "expected arguments "),
+        ("odd", "argument 'query': expected a type that JSON has, "),
+        (
+            "strange",
+            "argument 'query': expected a type that JSON has, such as str, int, float, bool, list[str] or dict[str, "
+            "int], got type",
+        ),
         ("serach", "my.py has no function 'serach'; did you mean 'search'?"),
     ],
 )

@@ -1,0 +1,155 @@
+"""Compare the advised split of four devices with a sweep of all splits, depths and real runs.
+
+    python -m benchmarks.splits [--runs FOLDER] [--output benchmarks/results/splits.json]
+
+A device is a share of a core: the kernel gives each learner rank and each worker at most 0.4 of a core (CPU quota of
+cgroup v1, so this needs root), and two cores have four such devices. A load is a quickstart with a tiny learning rate.
+Of each load, ten steps with two ranks and two workers give the speeds, as `areal-rloo advise` reads them; then each
+split and depth runs for 25 steps, of which steps 6 to 25 count. A run that FOLDER has is not repeated.
+
+`advised_over_best` is the measured throughput of the advised run over that of the best run of the sweep. The advice
+may prefer a smaller depth with 98 % of the best forecast, because depth costs staleness.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from areal_rloo.advice.calibration import calibrated, setup_of
+from areal_rloo.advice.forecast import FIRST, LAST, best_setup, forecast, splits
+from areal_rloo.config import load_config
+from areal_rloo.telemetry.metrics import read_records
+from areal_rloo.telemetry.records import TrainRecord
+from benchmarks import hardware
+from benchmarks.advice import BASE
+
+NUM_DEVICES, MEASURED_STEPS = 4, 10
+DEPTHS = (1, 2)
+_PERIOD_US, _QUOTA_US = 10_000, 4_000  # short: ranks wait for each other in every step
+_CPU = Path("/sys/fs/cgroup/cpu")
+_HALVES = {"areal_rloo.learner", "areal_rloo.rollout"}
+LOADS: dict[str, tuple[str, ...]] = {
+    "64 slots": ("rollout.num_slots=64",),
+    "8 slots": ("rollout.num_slots=8",),
+    "64 slots, checkpointing, short prompts to decode": (
+        *("rollout.num_slots=64", "learner.gradient_checkpointing=true", "rollout.sampling.max_new_tokens=12"),
+    ),
+}
+
+
+class Devices:
+    """Groups of processes, each with a share of a core."""
+
+    def __init__(self, num: int) -> None:
+        if not (_CPU / "cpu.cfs_quota_us").exists():
+            raise SystemExit(f"{_CPU}: expected the CPU controller of cgroup v1, found none")
+        self._folders = [_CPU / f"areal-rloo-device-{index}" for index in range(num)]
+        self._free = list(self._folders)
+        self._placed: set[int] = set()
+        for folder in self._folders:
+            folder.mkdir(exist_ok=True)
+            (folder / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+            (folder / "cpu.cfs_quota_us").write_text(str(_QUOTA_US))
+
+    def place(self, launcher: psutil.Process) -> None:
+        """Give each new rank and worker of a launcher a device, together with the process's children."""
+        for process in launcher.children():
+            with contextlib.suppress(psutil.Error, OSError):  # a process that has ended
+                if process.pid in self._placed or _HALVES.isdisjoint(process.cmdline()):
+                    continue
+                self._placed.add(process.pid)
+                device = self._free.pop()
+                for each in (process, *process.children(recursive=True)):
+                    (device / "cgroup.procs").write_text(str(each.pid))
+
+    def close(self) -> None:
+        for folder in self._folders:
+            folder.rmdir()
+
+
+def run(folder: Path, *overrides: str) -> None:
+    """Run on devices, unless there is such a run."""
+    if (folder / "ended").exists():
+        return
+    command = [sys.executable, "-m", "areal_rloo.launcher.local", "--config", "quickstart.yaml"]
+    options = {option.partition("=")[0]: option for option in (*BASE, *overrides)}  # the last of each key
+    devices = Devices(NUM_DEVICES)
+    process = psutil.Popen([*command, f"run.folder={folder}", *options.values()], stdout=subprocess.DEVNULL)
+    while process.poll() is None:
+        devices.place(process)
+        time.sleep(0.05)
+    devices.close()
+    if process.returncode:
+        raise SystemExit(f"{folder}: exit code {process.returncode}")
+    (folder / "ended").touch()
+
+
+def train_records(folder: Path) -> list[TrainRecord]:
+    return [record for record in read_records(folder / "metrics.jsonl") if isinstance(record, TrainRecord)]
+
+
+def measured_tokens_per_s(folder: Path) -> float:
+    """Return the trained tokens a second of the counted steps."""
+    records = train_records(folder)
+    before, counted = records[FIRST - 2], records[FIRST - 1 : LAST]
+    return sum(record.trained_tokens for record in counted) / (counted[-1].wall_s - before.wall_s)
+
+
+def compare(name: str, base: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """Sweep the splits and depths of a load; return what was measured and forecast of each, and the advice."""
+    pool = (*overrides, f"algorithm.max_staleness={max(DEPTHS)}")
+    calibration = base / "calibration"
+    counts = ("learner.num_ranks=2", "rollout.num_workers=2", f"learner.num_train_steps={MEASURED_STEPS}")
+    run(calibration, *pool, *counts)
+    config = load_config(str(calibration / "config.yaml"))
+    load, setup = calibrated(train_records(calibration), config), setup_of(config)
+    choices = splits(NUM_DEVICES, per_worker=1)
+    best, _ = best_setup(load, setup, choices, slots=[setup.num_slots])
+    rows = []
+    for (num_ranks, num_workers), depth in itertools.product(choices, DEPTHS):
+        folder = base / f"{num_ranks}-{num_workers}-{depth}"
+        counts = (f"learner.num_ranks={num_ranks}", f"rollout.num_workers={num_workers}")
+        run(folder, *pool, *counts, f"algorithm.pipeline_depth={depth}")
+        measured = measured_tokens_per_s(folder)
+        forecasted = forecast(load, setup_of(load_config(str(folder / "config.yaml"))))
+        is_advised = (num_ranks, num_workers, depth) == (best.num_ranks, best.num_workers, best.pipeline_depth)
+        rows.append(
+            {
+                "ranks": num_ranks,
+                "workers": num_workers,
+                "depth": depth,
+                "tokens_per_s": round(measured, 1),
+                "forecast": round(forecasted.tokens_per_s, 1),
+                "is_advised": is_advised,
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+    advised = next(row["tokens_per_s"] for row in rows if row["is_advised"])
+    over_best = round(advised / max(row["tokens_per_s"] for row in rows), 3)
+    return {"load": name, "advised_over_best": over_best, "runs": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=Path, help="keeps the run folders")
+    parser.add_argument("--output")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        base = arguments.runs or Path(scratch)
+        loads = [compare(name, base / str(index), options) for index, (name, options) in enumerate(LOADS.items())]
+    hardware.write(arguments.output, {"counted_steps": [FIRST, LAST], "loads": loads})
+
+
+if __name__ == "__main__":
+    main()
