@@ -42,7 +42,7 @@ _HALVES = {"areal_rloo.learner", "areal_rloo.rollout"}
 LOADS: dict[str, tuple[str, ...]] = {
     "64 slots": ("rollout.num_slots=64",),
     "8 slots": ("rollout.num_slots=8",),
-    "64 slots, checkpointing, short prompts to decode": (
+    "64 slots, checkpointing, 12 tokens": (
         *("rollout.num_slots=64", "learner.gradient_checkpointing=true", "rollout.sampling.max_new_tokens=12"),
     ),
 }
@@ -110,8 +110,8 @@ def compare(name: str, base: Path, overrides: tuple[str, ...]) -> dict[str, Any]
     """Sweep the splits and depths of a load; return what was measured and forecast of each, and the advice."""
     pool = (*overrides, f"algorithm.max_staleness={max(DEPTHS)}")
     calibration = base / "calibration"
-    counts = ("learner.num_ranks=2", "rollout.num_workers=2", f"learner.num_train_steps={MEASURED_STEPS}")
-    run(calibration, *pool, *counts)
+    halves = ("learner.num_ranks=2", "rollout.num_workers=2")
+    run(calibration, *pool, *halves, f"learner.num_train_steps={MEASURED_STEPS}")
     config = load_config(str(calibration / "config.yaml"))
     load, setup = calibrated(train_records(calibration), config), setup_of(config)
     choices = splits(NUM_DEVICES, per_worker=1)
@@ -119,8 +119,8 @@ def compare(name: str, base: Path, overrides: tuple[str, ...]) -> dict[str, Any]
     rows = []
     for (num_ranks, num_workers), depth in itertools.product(choices, DEPTHS):
         folder = base / f"{num_ranks}-{num_workers}-{depth}"
-        counts = (f"learner.num_ranks={num_ranks}", f"rollout.num_workers={num_workers}")
-        run(folder, *pool, *counts, f"algorithm.pipeline_depth={depth}")
+        halves = (f"learner.num_ranks={num_ranks}", f"rollout.num_workers={num_workers}")
+        run(folder, *pool, *halves, f"algorithm.pipeline_depth={depth}")
         measured = measured_tokens_per_s(folder)
         forecasted = forecast(load, setup_of(load_config(str(folder / "config.yaml"))))
         is_advised = (num_ranks, num_workers, depth) == (best.num_ranks, best.num_workers, best.pipeline_depth)
