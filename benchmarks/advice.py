@@ -26,9 +26,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from areal_rloo.advice.calibration import Load, calibrated, drawn_lengths, setup_of
+from areal_rloo.advice.calibration import Load, calibrated, setup_of
 from areal_rloo.advice.forecast import FIRST, LAST, Forecast, forecast
-from areal_rloo.advice.simulation import Setup, Speeds, simulate
+from areal_rloo.advice.simulation import Speeds
 from areal_rloo.config import load_config
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import TrainRecord
@@ -163,49 +163,6 @@ def _errors(found: Forecast, measured: dict[str, float]) -> dict[str, float]:
     }
 
 
-# Staleness of fully asynchronous runs of Qwen3-8B (Applied Compute, "Predicting and controlling staleness"): slots,
-# samples of a step, queued steps, throughput of rollouts over the learner's, longest of a group over the mean length.
-PUBLISHED = (
-    ((120, 240, 2, 0.63, 1.42), 1.26),
-    ((240, 120, 2, 0.92, 1.43), 3.59),
-    ((128, 128, 2, 1.07, 1.44), 3.09),
-    ((240, 120, 1, 0.86, 1.42), 3.40),
-    ((120, 120, 1, 0.67, 1.42), 1.92),
-    ((128, 128, 1, 1.14, 1.45), 2.01),
-)
-
-
-def published() -> list[dict[str, float]]:
-    """Simulate the published runs with groups of 8; the staleness is that of a sample's first token."""
-    rows = []
-    for (slots, batch, queue, ratio, longest), measured in PUBLISHED:
-        lengths = drawn_lengths(mean=1000, std=300, longest_of_group=1000 * longest, group_size=8, most=32_000)
-        speeds = Speeds(decode_fixed_s=1.0, decode_each_s=0.0, train_fixed_s=0.0, train_token_s=ratio / slots)
-        setup = Setup(
-            num_workers=1,
-            num_slots=slots,
-            num_ranks=1,
-            groups_per_step=batch // 8,
-            max_staleness=20,
-            # A full queue stops the rollouts only if they are faster: running, queued, and in training.
-            pipeline_depth=slots // batch + queue if ratio > 1 else 20,
-            num_train_steps=120,
-            lease_ahead=0,
-        )
-        steps = simulate(speeds, setup, lengths)[60:]
-        formula = _formula(slots / batch, queue, ratio, longest)
-        simulated = statistics.fmean(step.first_staleness for step in steps)
-        rows.append({"measured": measured, "formula": formula, "simulated": simulated})
-    return rows
-
-
-def _formula(slots: float, queue: int, ratio: float, longest: float) -> float:
-    """Predict the staleness by the published formula; `slots` in steps."""
-    if ratio < 1:
-        return slots * longest + ratio
-    return slots * longest / ratio + (2 * queue + ratio - 1) / (2 * ratio)
-
-
 def _rounded(numbers: Any) -> Any:
     if isinstance(numbers, dict):
         return {key: _rounded(value) for key, value in numbers.items()}
@@ -237,8 +194,7 @@ def main() -> None:
             **{"staleness_median": statistics.median(staleness), "staleness_worst": max(staleness)},
         }
     print(json.dumps(summary))
-    compared = [_rounded(row) for row in published()]
-    result = {"counted_steps": [FIRST, LAST], "summary": _rounded(summary), "runs": rows, "published": compared}
+    result = {"counted_steps": [FIRST, LAST], "summary": _rounded(summary), "runs": rows}
     hardware.write(arguments.output, result)
 
 

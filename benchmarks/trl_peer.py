@@ -6,8 +6,10 @@
     long_tail  likewise, with lengths of a long tail: the model is random and has 258 tokens, of which one ends a
                completion, so lengths are geometric with a mean of about 250, at most 1,000; 96 completions a step; the
                reward is a coin
-    learning   seconds to a greedy held-out accuracy of 0.95, with the learning rate of the quickstart, and the peak of
-               memory
+    learning   seconds to a greedy held-out accuracy of 0.95, with the learning rate of the quickstart, the accuracy at
+               the end, and the peak of memory
+    limit      samples a second if all cores did nothing but the arithmetic of the model, as fast as in a product of
+               large matrices: a forward pass to generate, and three times as much to train, without padding
 
 `.venv-trl` is made by `python -m venv .venv-trl && .venv-trl/bin/pip install -c constraints.txt -e . trl datasets`.
 Each system has both cores: ours a core for each half, TRL both in turn. `synchronous` is ours with `max_staleness=0`
@@ -25,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import timeit
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -44,6 +47,7 @@ _SPEED_STEPS, _NOT_COUNTED = 16, 4
 _LEARNING_STEPS = 40
 _GOAL = 0.95
 _STILL = 1e-9  # a learning rate
+_HALVES = ("learner", "rollout")
 _LONG_TAIL = ("rollout.sampling.max_new_tokens=1000", "learner.groups_per_step=12")
 _COIN = f"data.train.rewards=[{{function: {Path(__file__).with_name('coin.py')}:coin}}]"
 
@@ -61,9 +65,9 @@ class Point(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--trl", type=Path, required=True, help="a Python that has TRL and areal_rloo")
+    parser.add_argument("--trl", type=Path, default=Path(".venv-trl/bin/python"), help="has TRL and areal_rloo")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--parts", nargs="+", default=["speed", "long_tail", "learning"])
+    parser.add_argument("--parts", nargs="+", default=["speed", "long_tail", "learning", "limit"])
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     model = prepare_tiny_model(load_config("quickstart.yaml")).path
@@ -78,6 +82,7 @@ def main() -> None:
             "speed": lambda: _speed(systems, model, (), arguments.repeats),
             "long_tail": lambda: _speed(systems, _random_model(model, folder), _LONG_TAIL, arguments.repeats),
             "learning": lambda: _learning(systems, model, arguments.repeats),
+            "limit": lambda: _limit(model, _random_model(model, folder)),
         }
         for part in arguments.parts:
             result = {**parts[part](), "commit": hardware.commit(), "date": hardware.now()}
@@ -108,6 +113,7 @@ def _learning(systems: dict[str, System], model: str, repeats: int) -> dict[str,
     rate = load_config("quickstart.yaml").learner.optimizer.learning_rate
     seconds: dict[str, list[float | None]] = {name: [] for name in systems}
     peaks: dict[str, list[float]] = {name: [] for name in systems}
+    final: dict[str, list[float]] = {name: [] for name in systems}
     for _ in range(repeats):
         for name, run in systems.items():
             points = run(model, (), _LEARNING_STEPS, rate)
@@ -115,8 +121,41 @@ def _learning(systems: dict[str, System], model: str, repeats: int) -> dict[str,
             seconds[name].append(next(reached, None))
             peaks[name].append(max(point.peak_bytes for point in points))
             accuracies = [point.accuracy for point in points if point.accuracy is not None]
+            final[name].append(accuracies[-1])
             print(f"{name}: {seconds[name][-1]} s to {_GOAL}; {accuracies}", flush=True)
-    return {"seconds_to_goal": seconds, "peak_gib": {n: round(max(values) / 2**30, 2) for n, values in peaks.items()}}
+    return {
+        "seconds_to_goal": seconds,
+        "final_accuracy": final,
+        "peak_gib": {name: round(max(values) / 2**30, 2) for name, values in peaks.items()},
+    }
+
+
+def _limit(quickstart: str, random: str) -> dict[str, Any]:
+    peak = _peak_flops()
+    per_sample = {"speed": _flops(quickstart, (), peak), "long_tail": _flops(random, _LONG_TAIL, peak)}
+    return {
+        "peak_gflops": round(peak / 1e9, 1),
+        "mflop_of_sample": {name: round(flops / 1e6, 1) for name, flops in per_sample.items()},
+        "samples_per_s": {name: round(peak / flops, 1) for name, flops in per_sample.items()},
+    }
+
+
+def _peak_flops() -> float:
+    """Return the operations a second of all cores together, in the fastest of some products."""
+    size, repeats = 2048, 10
+    left, right = torch.randn(size, size), torch.randn(size, size)
+    torch.mm(left, right)
+    return 2 * size**3 / min(timeit.repeat(lambda: torch.mm(left, right), number=1, repeat=repeats))
+
+
+def _flops(model: str, overrides: Sequence[str], peak: float) -> float:
+    """Return the operations for a sample: those that the learner counts, and a third as much to generate."""
+    with tempfile.TemporaryDirectory() as base:
+        folder = Path(base) / "run"
+        subprocess.run(_command(folder, model, [*overrides, f"learner.peak_flops={peak}"], 6, _STILL), check=True)
+        steps = [record for record in read_records(folder / "metrics.jsonl") if isinstance(record, TrainRecord)]
+    trained = sum(step.model_flops_share * peak * step.train_step_s for step in steps)
+    return 4 / 3 * trained / steps[-1].ledger.trained
 
 
 def _random_model(tiny: str, folder: str) -> str:
@@ -130,29 +169,30 @@ def _random_model(tiny: str, folder: str) -> str:
 def _ours(
     threads: int, max_staleness: int, model: str, overrides: Sequence[str], num_steps: int, rate: float
 ) -> list[Point]:
-    evaluates = rate > _STILL
     with tempfile.TemporaryDirectory() as base:
         folder = Path(base) / "run"
-        command = [
-            *(sys.executable, "-m", "areal_rloo.launcher.local", "--config", "quickstart.yaml"),
-            *(f"run.folder={folder}", f"model.path={model}", *overrides),
-            *([_COIN] if overrides else []),
-            f"algorithm.max_staleness={max_staleness}",
-            f"learner.num_threads={threads}",
-            f"rollout.num_threads={threads}",
-            f"learner.num_train_steps={num_steps}",
-            f"learner.optimizer.learning_rate={rate}",
-            f"evaluation.every_n_versions={5 if evaluates else 0}",
-            *([] if evaluates else ["data.eval=null"]),
-            "checkpoint.every_n_steps=0",
-            "telemetry.progress=false",
-        ]
-        peak = _peak_of(command)
+        halves = [f"algorithm.max_staleness={max_staleness}", *(f"{half}.num_threads={threads}" for half in _HALVES)]
+        peak = _peak_of(_command(folder, model, [*overrides, *halves], num_steps, rate))
         records = list(read_records(folder / "metrics.jsonl"))
     steps = [record for record in records if isinstance(record, TrainRecord)]
     accuracies = {record.policy_version: record.accuracy for record in records if isinstance(record, EvalRecord)}
     points = [Point(step.policy_version, step.wall_s, accuracies.get(step.policy_version), peak) for step in steps]
     return [Point(0, 0.0, accuracies.get(0), peak), *points]
+
+
+def _command(folder: Path, model: str, overrides: Sequence[str], num_steps: int, rate: float) -> list[str]:
+    evaluates = rate > _STILL
+    return [
+        *(sys.executable, "-m", "areal_rloo.launcher.local", "--config", "quickstart.yaml"),
+        *(f"run.folder={folder}", f"model.path={model}", *overrides),
+        *([_COIN] if _LONG_TAIL[0] in overrides else []),
+        f"learner.num_train_steps={num_steps}",
+        f"learner.optimizer.learning_rate={rate}",
+        f"evaluation.every_n_versions={5 if evaluates else 0}",
+        *([] if evaluates else ["data.eval=null"]),
+        "checkpoint.every_n_steps=0",
+        "telemetry.progress=false",
+    ]
 
 
 def _peak_of(command: list[str]) -> float:

@@ -83,8 +83,23 @@ def test_the_tables_of_forecasts_equal_the_result_file() -> None:
         for kind in kinds
     ]
     assert [row[1] for row in _table("Errors of the forecasts")] == errors
-    published = [[f"{row[name]:.2f}" for name in ("measured", "formula", "simulated")] for row in result["published"]]
-    assert [row[1:] for row in _table("Published staleness")] == published
+
+
+def test_the_published_figures_equal_the_simulations() -> None:
+    result = _result("published.json")
+    names = ("published", "formula", "simulated")
+    rows = [[row["case"], *(f"{row[name]:.2f}" for name in names)] for row in result["staleness"]]
+    assert _table("Published staleness") == rows
+    speeds = [row for part in ("waits", "steps", "depths", "hours") for row in result[part]]
+    assert [row[1:] for row in _table("Published speeds")] == [
+        [row["case"], f"{row['published']:.2f}", f"{row['simulated']:.2f}", "fitted" * row["is_fitted"]]
+        for row in speeds
+    ]
+    found = result["decoding"]
+    words = (
+        f"({found['tokens_mean']:,} tokens; a decode step takes {found['fixed_ms']:.1f} ms and {found['each_ms']:.2f}"
+    )
+    assert words in " ".join(MEASURED.split())
 
 
 @pytest.mark.parametrize(
