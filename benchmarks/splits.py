@@ -4,8 +4,9 @@
 
 A device is a share of a core: the kernel gives each learner rank and each worker at most 0.4 of a core (CPU quota of
 cgroup v1, so this needs root), and two cores have four such devices. A load is a quickstart with a tiny learning rate.
-Of each load, ten steps with two ranks and two workers give the speeds, as `areal-rloo advise` reads them; then each
-split and depth runs for 25 steps, of which steps 6 to 25 count. A run that FOLDER has is not repeated.
+Of each load, ten steps with two ranks and two workers, and ten with one and three, give the speeds, as `areal-rloo
+advise` reads them; then each split and depth runs for 25 steps, of which steps 6 to 25 count. A run that FOLDER has is
+not repeated.
 
 `advised_over_best` is the measured throughput of the advised run over that of the best run of the sweep. The advice
 may prefer a smaller depth with 98 % of the best forecast, because depth costs staleness.
@@ -26,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from areal_rloo.advice.calibration import calibrated, setup_of
+from areal_rloo.advice.calibration import calibrated, merged, setup_of
 from areal_rloo.advice.forecast import FIRST, LAST, best_setup, forecast, splits
 from areal_rloo.config import load_config
 from areal_rloo.telemetry.metrics import read_records
@@ -109,11 +110,15 @@ def measured_tokens_per_s(folder: Path) -> float:
 def compare(name: str, base: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     """Sweep the splits and depths of a load; return what was measured and forecast of each, and the advice."""
     pool = (*overrides, f"algorithm.max_staleness={max(DEPTHS)}")
-    calibration = base / "calibration"
-    halves = ("learner.num_ranks=2", "rollout.num_workers=2")
-    run(calibration, *pool, *halves, f"learner.num_train_steps={MEASURED_STEPS}")
-    config = load_config(str(calibration / "config.yaml"))
-    load, setup = calibrated(train_records(calibration), config), setup_of(config)
+    loads, records = [], []
+    for num_ranks in (2, 1):
+        folder = base / f"calibration-{num_ranks}"
+        halves = (f"learner.num_ranks={num_ranks}", f"rollout.num_workers={NUM_DEVICES - num_ranks}")
+        run(folder, *pool, *halves, f"learner.num_train_steps={MEASURED_STEPS}")
+        config = load_config(str(folder / "config.yaml"))
+        records.append(train_records(folder))
+        loads.append(calibrated(records[-1], config))
+    load, setup = merged(loads, records), setup_of(config)
     choices = splits(NUM_DEVICES, per_worker=1)
     best, _ = best_setup(load, setup, choices, slots=[setup.num_slots])
     rows = []

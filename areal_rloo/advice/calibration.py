@@ -35,6 +35,7 @@ class Load:
     """What a run computes, and how fast; `sizes_differ` is True if decoding was measured at several batch sizes."""
 
     speeds: Speeds
+    num_ranks: int  # of the run
     lengths: npt.NDArray[np.float64]  # [groups, group_size] tokens
     loss_share: float  # of the completion tokens of a batch
     kept_share: float  # of the complete groups
@@ -70,6 +71,7 @@ def calibrated(records: Sequence[TrainRecord], config: Config) -> Load:
             train_token_s=train_s / num_tokens * config.learner.num_ranks,
             broadcast_s=max(0.0, statistics.median(record.times_s.get("broadcast", 0.0) for record in after)),
         ),
+        num_ranks=config.learner.num_ranks,
         lengths=drawn_lengths(
             mean=mean,
             std=std,
@@ -84,10 +86,36 @@ def calibrated(records: Sequence[TrainRecord], config: Config) -> Load:
 
 
 def merged(loads: Sequence[Load], records: Sequence[Sequence[TrainRecord]]) -> Load:
-    """Take the first load, with the decode speed of all runs: other numbers of slots show the speed by batch size."""
+    """Take the first load, with the speeds of all runs.
+
+    Other numbers of slots show the speed of decoding by batch size, and other numbers of ranks the exchange's cost.
+    """
     fixed_s, each_s, differ = _decode_line([point for run in records for point in _decode_points(run)])
-    speeds = replace(loads[0].speeds, decode_fixed_s=fixed_s, decode_each_s=each_s)
+    token_s, exchange_s = _of_ranks(loads)
+    speeds = replace(
+        loads[0].speeds,
+        decode_fixed_s=fixed_s,
+        decode_each_s=each_s,
+        train_token_s=token_s,
+        exchange_token_s=exchange_s,
+    )
     return replace(loads[0], speeds=speeds, sizes_differ=differ)
+
+
+def _of_ranks(loads: Sequence[Load]) -> tuple[float, float]:
+    """Fit seconds of a token = own / ranks + exchange, without an exchange for a single rank; both at least 0.
+
+    With the same number of ranks in all runs, only the sum is known, and all of it counts as own.
+    """
+    ranks = np.array([load.num_ranks for load in loads], np.float64)
+    seconds = np.array([load.speeds.train_token_s for load in loads], np.float64) / ranks
+    if len(set(ranks)) == 1:
+        return float(seconds.mean() * ranks[0]), 0.0
+    columns = np.stack([1 / ranks, ranks > 1], axis=1)
+    own_s, exchange_s = np.linalg.lstsq(columns, seconds, rcond=None)[0]
+    if exchange_s < 0 or own_s < 0:
+        return float((seconds * ranks).mean()), 0.0
+    return float(own_s), float(exchange_s)
 
 
 def setup_of(config: Config, evaluations: Sequence[EvalRecord] = ()) -> Setup:

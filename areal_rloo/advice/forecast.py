@@ -157,8 +157,9 @@ def _balanced(load: Load, setup: Setup, choices: Sequence[tuple[int, int]]) -> i
     """Return the index of the split whose slower half alone is the fastest."""
     speeds, tokens = load.speeds, setup.groups_per_step * load.lengths[0].size * float(load.lengths.mean())
     decode_s = tokens / load.kept_share * (speeds.decode_fixed_s / setup.num_slots + speeds.decode_each_s)
-    train_s = speeds.train_token_s * tokens
-    slower = [max(speeds.train_fixed_s + train_s / ranks, decode_s / workers) for ranks, workers in choices]
+    slower = [
+        max(speeds.train_fixed_s + speeds.train_s(tokens, ranks), decode_s / workers) for ranks, workers in choices
+    ]
     return slower.index(min(slower))
 
 

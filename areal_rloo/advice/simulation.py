@@ -35,7 +35,12 @@ class Speeds:
     prefill_s: float = 0.0  # an engine stands still for the prompt of a group
     train_fixed_s: float  # of a train step, whatever the batch and the ranks: publishing, records
     train_token_s: float  # of a rank; the ranks share the tokens of the batch
+    exchange_token_s: float = 0.0  # of each token of the batch, if there are several ranks
     broadcast_s: float = 0.0  # from the end of a train step to the new weights in the engines
+
+    def train_s(self, num_tokens: float, num_ranks: int) -> float:
+        """Return the seconds in which the ranks train on these tokens together."""
+        return num_tokens * (self.train_token_s / num_ranks + self.exchange_token_s * (num_ranks > 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +285,7 @@ class _Simulation:
         wait_s, self._since_s = self._now_s - self._since_s, self._now_s
         samples = [runs for group in self._batch for runs in group.samples]
         trained, masked, staleness = map(sum, zip(*map(self._fresh, samples), strict=True))
-        train_s = self._speeds.train_fixed_s + self._speeds.train_token_s * trained / self._setup.num_ranks
+        train_s = self._speeds.train_fixed_s + self._speeds.train_s(trained, self._setup.num_ranks)
         first_staleness = sum(self._version - runs[0][0] for runs in samples) / len(samples)
         self._step = Step(self._now_s + train_s, wait_s, trained, masked, staleness, first_staleness, 0.0)
         self._at(self._step.ended_s, self._commit)

@@ -1,6 +1,7 @@
 """Calibration: a simulated run, written as records, gives back the speeds that made it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from support.measured_steps import TOKENS, measured_steps
 
-from areal_rloo.advice.calibration import calibrated, drawn_lengths, merged, setup_of
+from areal_rloo.advice.calibration import Load, calibrated, drawn_lengths, merged, setup_of
 from areal_rloo.config import Config, load_config
 from areal_rloo.errors import DataError
 from areal_rloo.telemetry.records import LedgerCounts, TrainRecord
@@ -58,6 +59,37 @@ def test_ranks_share_the_tokens(make_train_record: MakeTrainRecord) -> None:
     config = load_config("quickstart.yaml", ["learner.num_ranks=2"])
     load = calibrated(measured_steps(make_train_record, [16, 16, 16]), config)
     assert load.speeds.train_token_s == pytest.approx(2 * 1.4 / TOKENS)
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (2, 4), (4, 1, 2)])
+def test_runs_with_other_ranks_give_the_time_of_the_exchange(
+    counts: tuple[int, ...], make_train_record: MakeTrainRecord
+) -> None:
+    runs = [measured_steps(make_train_record, [16, 16, 16])] * len(counts)
+    loads = [
+        with_train_token_s(calibrated(run, ranks_of(num)), num * (3e-4 / num + 1e-4 * (num > 1)))
+        for num, run in zip(counts, runs, strict=True)
+    ]
+    speeds = merged(loads, runs).speeds
+    assert (speeds.train_token_s, speeds.exchange_token_s) == (pytest.approx(3e-4), pytest.approx(1e-4))
+
+
+def test_ranks_that_gain_more_than_their_number_exchange_for_nothing(make_train_record: MakeTrainRecord) -> None:
+    runs = [measured_steps(make_train_record, [16, 16, 16])] * 2
+    loads = [
+        with_train_token_s(calibrated(run, ranks_of(num)), token_s)
+        for num, token_s, run in ((1, 3e-4, runs[0]), (2, 2e-4, runs[1]))
+    ]
+    speeds = merged(loads, runs).speeds
+    assert (speeds.train_token_s, speeds.exchange_token_s) == (pytest.approx(2.5e-4), 0.0)
+
+
+def ranks_of(num_ranks: int) -> Config:
+    return load_config("quickstart.yaml", [f"learner.num_ranks={num_ranks}"])
+
+
+def with_train_token_s(load: Load, token_s: float) -> Load:
+    return replace(load, speeds=replace(load.speeds, train_token_s=token_s))
 
 
 def test_dropped_samples_lower_the_kept_share(make_train_record: MakeTrainRecord, config: Config) -> None:

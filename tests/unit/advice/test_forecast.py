@@ -34,7 +34,7 @@ def load(decode_each_s: float, train_token_s: float) -> Load:
         train_token_s=train_token_s,
         broadcast_s=0.05,
     )
-    return Load(speeds=speeds, lengths=LENGTHS, loss_share=1.0, kept_share=1.0, sizes_differ=True)
+    return Load(speeds=speeds, num_ranks=1, lengths=LENGTHS, loss_share=1.0, kept_share=1.0, sizes_differ=True)
 
 
 def sentence(load: Load, setup: Setup) -> str:
@@ -114,6 +114,14 @@ def test_the_advised_split_is_near_the_best_of_a_sweep(num_devices: int, train_t
     )
     assert best.num_ranks + best.num_workers == num_devices
     assert found.tokens_per_s == forecast(measured, best).tokens_per_s >= 0.95 * swept
+
+
+def test_ranks_that_exchange_slowly_leave_devices_to_the_workers() -> None:
+    of_load = load(1e-4, 1e-4)
+    alone, *_ = best_setup(of_load, SETUP, splits(4, per_worker=1), slots=[SETUP.num_slots])
+    slow = replace(of_load, speeds=replace(of_load.speeds, exchange_token_s=1e-4))
+    exchanging, *_ = best_setup(slow, SETUP, splits(4, per_worker=1), slots=[SETUP.num_slots])
+    assert (alone.num_ranks, exchanging.num_ranks) == (2, 1)
 
 
 def test_synchronous_steps_get_more_ranks_than_equal_halves_need() -> None:

@@ -52,6 +52,13 @@ def test_a_slow_learner_gives_the_tokens_of_back_to_back_steps(num_ranks: int) -
     assert sum(step.wait_s for step in steps[10:]) == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.parametrize(("num_ranks", "seconds"), [(1, 3.2), (2, 1.6 + 0.64), (4, 0.8 + 0.64)])
+def test_several_ranks_exchange_a_time_for_each_token(num_ranks: int, seconds: float) -> None:
+    speeds = {"train_token_s": 1e-3, "exchange_token_s": 2e-4}
+    steps = run(EQUAL, speeds, num_ranks=num_ranks, num_workers=8)
+    assert rate(steps) == pytest.approx(3200 / (0.01 + seconds), rel=1e-6)
+
+
 def test_the_learner_waits_for_the_missing_share_of_samples() -> None:
     """1 - v_R / v_T: 29.1 % at 1.95 generated and 2.75 trained samples a second."""
     decode_s, train_s = 50 / 16 / 1.95 * 16 / 50, 64 / 2.75

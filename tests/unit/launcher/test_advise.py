@@ -17,10 +17,11 @@ from areal_rloo.telemetry.records import TrainRecord
 def make_run(tmp_path: Path, make_train_record: Callable[..., TrainRecord]) -> Callable[..., Path]:
     """Makes the folder of a run whose decode batches have this size."""
 
-    def make(name: str, size: int, num_steps: int = 5) -> Path:
+    def make(name: str, size: int, num_steps: int = 5, num_ranks: int = 1) -> Path:
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "config.yaml").write_text(dump_config(load_config("quickstart.yaml", [f"rollout.num_slots={size}"])))
+        counts = [f"rollout.num_slots={size}", f"learner.num_ranks={num_ranks}"]
+        (folder / "config.yaml").write_text(dump_config(load_config("quickstart.yaml", counts)))
         file = MetricsFile(folder / "metrics.jsonl")
         for record in measured_steps(make_train_record, [size] * num_steps):
             file.append(record)
@@ -39,7 +40,7 @@ def test_the_advice_has_speeds_forecasts_bottleneck_and_options(
     make_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_run("run", 16)
-    measured, configured, best, bottleneck, options, hint = advice(
+    measured, configured, best, bottleneck, options, *hints = advice(
         capsys, f"--from={folder}", "--devices=8", "rollout.num_slots=16", "algorithm.max_staleness=4"
     ).splitlines()
     # A decode step of 16 takes 2.6 ms; a rank trains 15,360 tokens in 1.4 s.
@@ -49,7 +50,10 @@ def test_the_advice_has_speeds_forecasts_bottleneck_and_options(
     assert best.startswith("best for 8 devices: learner ranks 3, workers 5, slots 16, max_staleness 4, pipeline_depth ")
     assert bottleneck.split(":")[0] in ("balanced", "rollout-bound", "learner-bound")
     assert options.startswith("options: learner.num_ranks=3 rollout.num_workers=5 algorithm.pipeline_depth=")
-    assert "name a second run" in hint
+    assert [line.partition(", ")[0] for line in hints] == [
+        "for advice on rollout.num_slots",
+        "for the cost of the exchange between ranks",
+    ]
 
 
 def test_two_runs_with_other_slots_give_advice_on_slots(
@@ -57,8 +61,19 @@ def test_two_runs_with_other_slots_give_advice_on_slots(
 ) -> None:
     runs = [f"--from={make_run(name, size)}" for name, size in (("few", 16), ("many", 128))]
     text = advice(capsys, *runs, "--devices=3")
-    assert "name a second run" not in text
-    assert int(text.rpartition("rollout.num_slots=")[2]) > 16, "a larger batch decodes faster"
+    assert "for advice on rollout.num_slots" not in text
+    assert int(text.rpartition("rollout.num_slots=")[2].split()[0]) > 16, "a larger batch decodes faster"
+
+
+def test_two_runs_with_other_ranks_show_the_cost_of_the_exchange(
+    make_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks take as long as one here, so a second rank would bring nothing."""
+    runs = [f"--from={make_run(name, 16, num_ranks=num)}" for name, num in (("one", 1), ("two", 2))]
+    text = advice(capsys, *runs, "--devices=4", "rollout.num_slots=16")
+    assert "a rank trains 10,971 tokens/s and needs 0.10 s a step more, with several ranks 45.6 s a million" in text
+    assert "options: learner.num_ranks=1 rollout.num_workers=3 " in text
+    assert "exchange between ranks" not in text
 
 
 @pytest.mark.parametrize(
