@@ -43,9 +43,7 @@ _HALVES = {"areal_rloo.learner", "areal_rloo.rollout"}
 LOADS: dict[str, tuple[str, ...]] = {
     "64 slots": ("rollout.num_slots=64",),
     "8 slots": ("rollout.num_slots=8",),
-    "64 slots, checkpointing, 12 tokens": (
-        *("rollout.num_slots=64", "learner.gradient_checkpointing=true", "rollout.sampling.max_new_tokens=12"),
-    ),
+    "64 slots, checkpointing": ("rollout.num_slots=64", "learner.gradient_checkpointing=true"),
 }
 
 
