@@ -1,15 +1,13 @@
-"""Compare the advised split of four devices with a sweep of all splits, depths and real runs.
+"""Compare the advised split of four devices with a sweep of all splits in real runs.
 
-    python -m benchmarks.splits [--runs FOLDER] [--output benchmarks/results/splits.json]
+    python -m benchmarks.splits [--rounds N] [--runs FOLDER] [--output benchmarks/results/splits.json]
 
 A device is a share of a core: the kernel gives each learner rank and each worker at most 0.4 of a core (CPU quota of
 cgroup v1, so this needs root), and two cores have four such devices. A load is a quickstart with a tiny learning rate.
 Of each load, ten steps with two ranks and two workers, and ten with one and three, give the speeds, as `areal-rloo
-advise` reads them; then each split and depth runs for 25 steps, of which steps 6 to 25 count. A run that FOLDER has is
-not repeated.
-
-`advised_over_best` is the measured throughput of the advised run over that of the best run of the sweep. The advice
-may prefer a smaller depth with 98 % of the best forecast, because depth costs staleness.
+advise` reads them; then each split runs for 25 steps in each of three rounds, and steps 6 to 25 count. Depth and bound
+are 1. A run that FOLDER has is not repeated. `advised_over_best` is the throughput of the advised split over that of
+the best one, by the medians of the rounds: single runs of the same split differ by up to 15 % on a shared machine.
 """
 
 from __future__ import annotations
@@ -17,11 +15,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +35,12 @@ from benchmarks import hardware
 from benchmarks.advice import BASE
 
 NUM_DEVICES, MEASURED_STEPS = 4, 10
-DEPTHS = (1, 2)
 _PERIOD_US, _QUOTA_US = 10_000, 4_000  # short: ranks wait for each other in every step
 _CPU = Path("/sys/fs/cgroup/cpu")
 _HALVES = {"areal_rloo.learner", "areal_rloo.rollout"}
 LOADS: dict[str, tuple[str, ...]] = {
     "64 slots": ("rollout.num_slots=64",),
     "8 slots": ("rollout.num_slots=8",),
-    "64 slots, checkpointing": ("rollout.num_slots=64", "learner.gradient_checkpointing=true"),
 }
 
 
@@ -105,52 +102,58 @@ def measured_tokens_per_s(folder: Path) -> float:
     return sum(record.trained_tokens for record in counted) / (counted[-1].wall_s - before.wall_s)
 
 
-def compare(name: str, base: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Sweep the splits and depths of a load; return what was measured and forecast of each, and the advice."""
-    pool = (*overrides, f"algorithm.max_staleness={max(DEPTHS)}")
+def compare(name: str, base: Path, overrides: tuple[str, ...], num_rounds: int) -> dict[str, Any]:
+    """Sweep the splits of a load; return what was measured and forecast of each, and the advice."""
     loads, records = [], []
     for num_ranks in (2, 1):
         folder = base / f"calibration-{num_ranks}"
-        halves = (f"learner.num_ranks={num_ranks}", f"rollout.num_workers={NUM_DEVICES - num_ranks}")
-        run(folder, *pool, *halves, f"learner.num_train_steps={MEASURED_STEPS}")
+        halves = _halves(num_ranks, NUM_DEVICES - num_ranks)
+        run(folder, *overrides, *halves, f"learner.num_train_steps={MEASURED_STEPS}")
         config = load_config(str(folder / "config.yaml"))
         records.append(train_records(folder))
         loads.append(calibrated(records[-1], config))
     load, setup = merged(loads, records), setup_of(config)
     choices = splits(NUM_DEVICES, per_worker=1)
     best, _ = best_setup(load, setup, choices, slots=[setup.num_slots])
-    rows = []
-    for (num_ranks, num_workers), depth in itertools.product(choices, DEPTHS):
-        folder = base / f"{num_ranks}-{num_workers}-{depth}"
-        halves = (f"learner.num_ranks={num_ranks}", f"rollout.num_workers={num_workers}")
-        run(folder, *pool, *halves, f"algorithm.pipeline_depth={depth}")
-        measured = measured_tokens_per_s(folder)
-        forecasted = forecast(load, setup_of(load_config(str(folder / "config.yaml"))))
-        is_advised = (num_ranks, num_workers, depth) == (best.num_ranks, best.num_workers, best.pipeline_depth)
-        rows.append(
-            {
-                "ranks": num_ranks,
-                "workers": num_workers,
-                "depth": depth,
-                "tokens_per_s": round(measured, 1),
-                "forecast": round(forecasted.tokens_per_s, 1),
-                "is_advised": is_advised,
-            }
-        )
-        print(json.dumps(rows[-1]), flush=True)
-    advised = next(row["tokens_per_s"] for row in rows if row["is_advised"])
-    over_best = round(advised / max(row["tokens_per_s"] for row in rows), 3)
-    return {"load": name, "advised_over_best": over_best, "runs": rows}
+    measured: dict[tuple[int, int], list[float]] = {split: [] for split in choices}
+    for number, split in itertools.product(range(num_rounds), choices):
+        folder = base / f"{split[0]}-{split[1]}-{number}"
+        run(folder, *overrides, *_halves(*split))
+        measured[split].append(round(measured_tokens_per_s(folder), 1))
+        print(name, split, measured[split], flush=True)
+    medians = {split: statistics.median(rates) for split, rates in measured.items()}
+    advised = (best.num_ranks, best.num_workers)
+    rows = [
+        {
+            "ranks": num_ranks,
+            "workers": num_workers,
+            "tokens_per_s": measured[num_ranks, num_workers],
+            "forecast": round(
+                forecast(load, replace(setup, num_ranks=num_ranks, num_workers=num_workers)).tokens_per_s, 1
+            ),
+        }
+        for num_ranks, num_workers in choices
+    ]
+    over_best = round(medians[advised] / max(medians.values()), 3)
+    return {"load": name, "advised": list(advised), "advised_over_best": over_best, "splits": rows}
+
+
+def _halves(num_ranks: int, num_workers: int) -> tuple[str, str]:
+    return f"learner.num_ranks={num_ranks}", f"rollout.num_workers={num_workers}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--runs", type=Path, help="keeps the run folders")
     parser.add_argument("--output")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         base = arguments.runs or Path(scratch)
-        loads = [compare(name, base / str(index), options) for index, (name, options) in enumerate(LOADS.items())]
+        loads = [
+            compare(name, base / str(index), options, arguments.rounds)
+            for index, (name, options) in enumerate(LOADS.items())
+        ]
     hardware.write(arguments.output, {"counted_steps": [FIRST, LAST], "loads": loads})
 
 
