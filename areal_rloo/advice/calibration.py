@@ -103,19 +103,17 @@ def merged(loads: Sequence[Load], records: Sequence[Sequence[TrainRecord]]) -> L
 
 
 def _of_ranks(loads: Sequence[Load]) -> tuple[float, float]:
-    """Fit seconds of a token = own / ranks + exchange, without an exchange for a single rank; both at least 0.
+    """Return the seconds of a token for a rank alone, and what several ranks need beyond their share of these.
 
-    With the same number of ranks in all runs, only the sum is known, and all of it counts as own.
+    Without runs of both kinds, only the sum is known, and all of it counts as the time of a rank.
     """
-    ranks = np.array([load.num_ranks for load in loads], np.float64)
-    seconds = np.array([load.speeds.train_token_s for load in loads], np.float64) / ranks
-    if len(set(ranks)) == 1:
-        return float(seconds.mean() * ranks[0]), 0.0
-    columns = np.stack([1 / ranks, ranks > 1], axis=1)
-    own_s, exchange_s = np.linalg.lstsq(columns, seconds, rcond=None)[0]
-    if exchange_s < 0 or own_s < 0:
-        return float((seconds * ranks).mean()), 0.0
-    return float(own_s), float(exchange_s)
+    alone = [load.speeds.train_token_s for load in loads if load.num_ranks == 1]
+    several = [load for load in loads if load.num_ranks > 1]
+    if not alone or not several:
+        return statistics.fmean(load.speeds.train_token_s for load in loads), 0.0
+    own_s = statistics.fmean(alone)
+    exchange_s = statistics.fmean((load.speeds.train_token_s - own_s) / load.num_ranks for load in several)
+    return own_s, max(0.0, exchange_s)
 
 
 def setup_of(config: Config, evaluations: Sequence[EvalRecord] = ()) -> Setup:

@@ -3,8 +3,8 @@
 Measure the speeds of a run, and print how to split N devices between learner ranks and rollout workers, which depth of
 the pipeline to choose, and the forecast. A device is a GPU, or the cores of a process. Starts nothing. Five train steps
 are enough. Two runs with other numbers of slots show the speed of decoding by batch size; then the advice has a number
-of slots between the two. Two runs with other numbers of ranks show the cost of the exchange between ranks. Memory is
-not looked at: `--dry-run` of a launcher refuses a split that does not fit.
+of slots between the two. A run with one rank and one with several show the cost of the exchange between ranks. Memory
+is not looked at: `--dry-run` of a launcher refuses a split that does not fit.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 
 _LATEST = Path("runs/latest")
 _MOST_STEPS = 50  # of a run: the newest
-_NO_EXCHANGE = (
-    "for the cost of the exchange between ranks, name a second run with another learner.num_ranks with --from"
-)
+_NO_EXCHANGE = "for the cost of the exchange between ranks, name a run with one rank and one with several with --from"
 _SAME = (  # the speeds of a run are of these values
     *("model.path", "algorithm.group_size", "rollout.engine", "rollout.tensor_parallel"),
+    *("learner.gradient_checkpointing", "learner.lora"),
     *("rollout.sampling.max_new_tokens", "rollout.episode.type"),
 )
 
@@ -73,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
         f"options: learner.num_ranks={best.num_ranks} rollout.num_workers={best.num_workers} "
         f"algorithm.pipeline_depth={best.pipeline_depth} rollout.num_slots={best.num_slots}",
         *(["for advice on rollout.num_slots, name a second run with other slots with --from"] * (len(slots) == 1)),
-        *([_NO_EXCHANGE] * (len(measured_ranks) == 1 and len(choices) > 1)),
+        *([_NO_EXCHANGE] * (len(choices) > 1 and not (1 in measured_ranks and max(measured_ranks) > 1))),
     ):
         print(line)  # noqa: T201 - the output of the command
     return 0
@@ -96,7 +95,7 @@ def _read(folder: Path, config: Config) -> tuple[list[Record], Config]:
 
 def _speeds(load: Load, setup: Setup) -> str:
     speeds, num = load.speeds, setup.num_slots
-    exchange = f"with several ranks {1e6 * speeds.exchange_token_s:.1f} s a million tokens more, "
+    exchange = f"several ranks need another {1e6 * speeds.exchange_token_s:.1f} s for a million tokens, "
     return (
         f"a worker decodes {num / (speeds.decode_fixed_s + num * speeds.decode_each_s):,.0f} tokens/s in {num} slots, "
         f"a rank trains {1 / speeds.train_token_s:,.0f} tokens/s and needs {speeds.train_fixed_s:.2f} s a step more, "

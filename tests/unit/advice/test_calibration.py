@@ -61,27 +61,27 @@ def test_ranks_share_the_tokens(make_train_record: MakeTrainRecord) -> None:
     assert load.speeds.train_token_s == pytest.approx(2 * 1.4 / TOKENS)
 
 
-@pytest.mark.parametrize("counts", [(1, 2), (2, 4), (4, 1, 2)])
-def test_runs_with_other_ranks_give_the_time_of_the_exchange(
-    counts: tuple[int, ...], make_train_record: MakeTrainRecord
+@pytest.mark.parametrize(
+    ("seconds", "own", "exchange"),
+    [
+        ({1: 3e-4, 2: 3e-4 + 2e-4}, 3e-4, 1e-4),
+        ({4: 3e-4 + 4e-4, 1: 3e-4, 2: 3e-4 + 2e-4}, 3e-4, 1e-4),
+        ({1: 3e-4, 2: 2e-4}, 3e-4, 0.0),  # two ranks more than twice as fast
+        ({2: 5e-4, 4: 9.9e-4}, 7.45e-4, 0.0),  # no rank alone: nothing tells the two apart
+        ({2: 5e-4, 4: 10.1e-4}, 7.55e-4, 0.0),
+    ],
+)
+def test_runs_with_one_rank_and_with_several_give_the_time_of_the_exchange(
+    seconds: dict[int, float], own: float, exchange: float, make_train_record: MakeTrainRecord
 ) -> None:
-    runs = [measured_steps(make_train_record, [16, 16, 16])] * len(counts)
-    loads = [
-        with_train_token_s(calibrated(run, ranks_of(num)), num * (3e-4 / num + 1e-4 * (num > 1)))
-        for num, run in zip(counts, runs, strict=True)
-    ]
-    speeds = merged(loads, runs).speeds
-    assert (speeds.train_token_s, speeds.exchange_token_s) == (pytest.approx(3e-4), pytest.approx(1e-4))
-
-
-def test_ranks_that_gain_more_than_their_number_exchange_for_nothing(make_train_record: MakeTrainRecord) -> None:
-    runs = [measured_steps(make_train_record, [16, 16, 16])] * 2
+    """`seconds`: for a token, times the number of ranks."""
+    runs = [measured_steps(make_train_record, [16, 16, 16])] * len(seconds)
     loads = [
         with_train_token_s(calibrated(run, ranks_of(num)), token_s)
-        for num, token_s, run in ((1, 3e-4, runs[0]), (2, 2e-4, runs[1]))
+        for run, (num, token_s) in zip(runs, seconds.items(), strict=True)
     ]
     speeds = merged(loads, runs).speeds
-    assert (speeds.train_token_s, speeds.exchange_token_s) == (pytest.approx(2.5e-4), 0.0)
+    assert (speeds.train_token_s, speeds.exchange_token_s) == (pytest.approx(own), pytest.approx(exchange))
 
 
 def ranks_of(num_ranks: int) -> Config:

@@ -100,8 +100,13 @@ def test_the_sentence_beyond_the_known_ordinals_still_reads() -> None:
 
 @pytest.mark.parametrize("num_devices", [3, 8])
 @pytest.mark.parametrize("train_token_s", [2e-5, 1e-4, 8e-4])
-def test_the_advised_split_is_near_the_best_of_a_sweep(num_devices: int, train_token_s: float) -> None:
+@pytest.mark.parametrize("exchange_share", [0.0, 0.25, 0.6])  # a lone rank without exchange makes a second peak
+def test_the_advised_split_is_near_the_best_of_a_sweep(
+    num_devices: int, train_token_s: float, exchange_share: float
+) -> None:
     measured, choices = load(1e-4, train_token_s), splits(num_devices, per_worker=1)
+    speeds = replace(measured.speeds, exchange_token_s=exchange_share * train_token_s)
+    measured = replace(measured, speeds=speeds)
     best, found = best_setup(measured, SETUP, choices, slots=[8, 32])
     swept = max(
         forecast(

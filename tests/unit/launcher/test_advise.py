@@ -71,7 +71,7 @@ def test_two_runs_with_other_ranks_show_the_cost_of_the_exchange(
     """Two ranks take as long as one here, so a second rank would bring nothing."""
     runs = [f"--from={make_run(name, 16, num_ranks=num)}" for name, num in (("one", 1), ("two", 2))]
     text = advice(capsys, *runs, "--devices=4", "rollout.num_slots=16")
-    assert "a rank trains 10,971 tokens/s and needs 0.10 s a step more, with several ranks 45.6 s a million" in text
+    assert "a rank trains 10,971 tokens/s and needs 0.10 s a step more, several ranks need another 45.6 s for a" in text
     assert "options: learner.num_ranks=1 rollout.num_workers=3 " in text
     assert "exchange between ranks" not in text
 
