@@ -66,22 +66,12 @@ def read(path: Path, system: System | None = None) -> Found:
     Raises:
         DataError: the file cannot be read, or no system is recognized.
     """
-    try:
-        text = read_regular(path, most_bytes=_MOST_BYTES).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {first_line(error)}; expected a config or a script") from error
-    try:
-        if path.suffix == ".py":
-            script = _of_python(ast.parse(text))
-        elif path.suffix in _YAML:
-            _check_events(text)
-            script = Script(_of_yaml(yaml.safe_load(text)))
-        else:
-            script = read_shell(text)
-        settings = script.settings
-    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError, yaml.YAMLError) as error:
-        raise DataError(f"{path}: cannot be read: {first_line(error)}") from error
+    text, script = _parsed(path)
+    settings, doubtful = dict(script.settings), script.doubtful
     found = system or _system_of(text, settings)
+    file = _file_beside(path, settings) if found in (None, "trl", "ms-swift") else None
+    beside = {} if file is None else _parsed(file)[1].settings
+    found = found or ("trl" if _system_of("", beside) == "trl" else None)
     if found is None or not settings:
         raise DataError(
             f"{path}: expected settings of AReaL (YAML), verl (command or YAML), TRL or ms-swift (script or YAML), "
@@ -90,29 +80,48 @@ def read(path: Path, system: System | None = None) -> Found:
     if found == "verl":  # options with dashes are of programs that start it
         settings = {name: value for name, value in settings.items() if "." in name}
     if found in ("trl", "ms-swift"):
-        settings = {**_beside(path, settings), **dict(map(_positive, settings.items()))}
+        if "config" in doubtful:  # another file may count: the user is told, and decides
+            doubtful = doubtful | (beside.keys() - settings.keys())
+        elif file is not None:
+            del settings["config"]
+        doubtful |= {name.removeprefix("no_") for name in doubtful if settings.get(name) is True}
+        settings = {**beside, **dict(map(_positive, settings.items()))}
     return Found(
         found,
         settings,
         script.variables,
-        frozenset(script.doubtful),
+        frozenset(doubtful),
         others=tuple(script.others),
         unread=tuple(script.unread),
         text=text,
     )
 
 
-def _beside(script: Path, settings: Settings) -> Settings:
-    """Read the YAML that a command names with `--config`; the options of the command win.
+def _parsed(path: Path) -> tuple[str, Script]:
+    """Read the text of a file, and the settings in it.
 
     Raises:
         DataError: the file cannot be read.
     """
+    try:
+        text = read_regular(path, most_bytes=_MOST_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {first_line(error)}; expected a config or a script") from error
+    try:
+        if path.suffix == ".py":
+            return text, _of_python(ast.parse(text))
+        if path.suffix in _YAML:
+            _check_events(text)
+            return text, Script(_of_yaml(yaml.safe_load(text)))
+        return text, read_shell(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError, yaml.YAMLError) as error:
+        raise DataError(f"{path}: cannot be read: {first_line(error)}") from error
+
+
+def _file_beside(script: Path, settings: Settings) -> Path | None:
+    """Find the YAML that a command names with `--config`; the options of the command win."""
     path = script.parent / str(settings.get("config"))
-    if script.suffix in _YAML or path.suffix not in _YAML or not path.is_file():
-        return {}
-    del settings["config"]
-    return read(path, "trl").settings
+    return path if script.suffix not in _YAML and path.suffix in _YAML and path.is_file() else None
 
 
 def _positive(setting: tuple[str, Any]) -> tuple[str, Any]:
@@ -135,6 +144,8 @@ def _system_of(text: str, settings: Settings) -> System | None:
         return "areal"
     if re.search(r"\bswift +rlhf\b", text) or "rlhf_type" in names:
         return "ms-swift"
+    if "config" in names and re.search(r"\btrl +(grpo|rloo)\b", text):
+        return "trl"
     of_trl = {"num_generations", "max_completion_length", "per_device_train_batch_size", "model_name_or_path"}
     return "trl" if of_trl & names or any(word in text for word in _CONFIGS) else None
 

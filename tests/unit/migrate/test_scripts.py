@@ -161,6 +161,37 @@ def test_a_file_of_settings_beside_the_command_counts_less_than_the_command(tmp_
     assert "config=rloo.yaml: a file with more settings" in translation.refusal
 
 
+@pytest.mark.parametrize("command", ["trl rloo", "accelerate launch rloo.py"])
+def test_a_command_may_leave_all_settings_to_the_file(command: str, tmp_path: Path) -> None:
+    (tmp_path / "rloo.yaml").write_text("model_name_or_path: org/m\nnum_generations: 4\n")
+    given = found("run.sh", tmp_path, f"{command} \\\n  --config rloo.yaml")
+    assert (given.system, given.settings) == ("trl", {"model_name_or_path": "org/m", "num_generations": 4})
+
+
+def test_a_command_whose_file_is_missing_is_of_trl(tmp_path: Path) -> None:
+    translation = translate(found("run.sh", tmp_path, "trl rloo --config rloo.yaml"))
+    assert "config=rloo.yaml: a file with more settings" in translation.refusal
+
+
+def test_a_file_without_settings_adds_none(tmp_path: Path) -> None:
+    (tmp_path / "rloo.yaml").write_text("# nothing yet\n")
+    assert "config" not in found("run.sh", tmp_path, f"trl rloo --config rloo.yaml {TRAINS}").settings
+
+
+def test_settings_of_a_file_that_a_branch_chooses_are_doubtful(tmp_path: Path) -> None:
+    (tmp_path / "large.yaml").write_text("learning_rate: 1.0e-4\nbeta: 0.5\n")
+    (tmp_path / "small.yaml").write_text("learning_rate: 1.0e-6\nseed: 3\n")
+    choice = "C=large.yaml\nif test $X; then C=small.yaml; fi\n"
+    given = found("run.sh", tmp_path, f"{choice}trl rloo --config $C {TRAINS} --seed 4")
+    assert by_hand(given).keys() == {"config", "learning_rate"}
+    assert translate(given).tree["run"]["seed"] == 4
+
+
+def test_an_option_that_a_branch_switches_off_is_doubtful(tmp_path: Path) -> None:
+    script = f'if test $X; then E="--no_gradient_checkpointing"; fi\ntrl rloo {TRAINS} $E'
+    assert "gradient_checkpointing" in by_hand(found("run.sh", tmp_path, script))
+
+
 def test_a_file_of_settings_that_names_itself_is_read_once(tmp_path: Path) -> None:
     path = tmp_path / "rloo.yaml"
     path.write_text("config: rloo.yaml\nnum_generations: 4\n")
