@@ -1,7 +1,7 @@
 """Read the settings of another system's file: YAML, a shell script, or a Python script. Nothing in the file is run.
 
 shell:   variables with their defaults are filled in; `key.path=value` and `--key value` are settings, and those of a
-         YAML file that a command names with `--config`
+         YAML file that a command names with `--config`, or after `swift rlhf`
 Python:  the keywords of RLOOConfig(...), GRPOConfig(...), their trainers, LoraConfig(...) and load_dataset(...), and
          later assignments to an attribute of a config
 YAML:    nested keys are joined with dots; `${a.b}` stands for the value of another key
@@ -29,6 +29,7 @@ Settings = dict[str, Any]
 
 _MOST_BYTES = 2**18
 _YAML = (".yaml", ".yml")
+_SWIFT_FILE = re.compile(r"^[^#\n]*\bswift +rlhf +([^\s\"'-][^\s\"']*\.ya?ml)(?=\s|$)", re.MULTILINE)
 _INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 _BUILDERS = ("json", "csv", "parquet", "text")  # `load_dataset` reads files with them
 _CHANGES = ("map", "filter", "select", "take", "train_test_split")  # of the rows of a set
@@ -68,6 +69,8 @@ def read(path: Path, system: System | None = None) -> Found:
     """
     text, script = _parsed(path)
     settings, doubtful = dict(script.settings), script.doubtful
+    if path.suffix not in (*_YAML, ".py") and (named := _SWIFT_FILE.search(text)) is not None:
+        settings["config"] = named[1]
     found = system or _system_of(text, settings)
     file = _file_beside(path, settings) if found in (None, "trl", "ms-swift") else None
     beside = {} if file is None else _parsed(file)[1].settings
@@ -119,7 +122,7 @@ def _parsed(path: Path) -> tuple[str, Script]:
 
 
 def _file_beside(script: Path, settings: Settings) -> Path | None:
-    """Find the YAML that a command names with `--config`; the options of the command win."""
+    """Find the YAML that a command names; the options of the command win."""
     path = script.parent / str(settings.get("config"))
     return path if script.suffix not in _YAML and path.suffix in _YAML and path.is_file() else None
 

@@ -168,6 +168,19 @@ def test_a_command_may_leave_all_settings_to_the_file(command: str, tmp_path: Pa
     assert (given.system, given.settings) == ("trl", {"model_name_or_path": "org/m", "num_generations": 4})
 
 
+@pytest.mark.parametrize(
+    "command", ["swift rlhf swift.yaml --beta 0.1", "NPROC_PER_NODE=4 swift rlhf swift.yaml --beta 0.1"]
+)
+def test_the_file_after_swift_rlhf_counts_less_than_the_options(command: str, tmp_path: Path) -> None:
+    script = f"# swift rlhf old.yaml\n{command}"
+    (tmp_path / "swift.yaml").write_text("rlhf_type: grpo\nmodel: org/m\nlearning_rate: 2.0e-5\nbeta: 0.5\n")
+    given = found("run.sh", tmp_path, script)
+    assert given.system == "ms-swift"
+    assert given.settings == {"rlhf_type": "grpo", "model": "org/m", "learning_rate": 2e-5, "beta": 0.1}
+    (tmp_path / "swift.yaml").unlink()
+    assert "config=swift.yaml: a file with more" in translate(found("run.sh", tmp_path, script)).refusal
+
+
 def test_a_command_whose_file_is_missing_is_of_trl(tmp_path: Path) -> None:
     translation = translate(found("run.sh", tmp_path, "trl rloo --config rloo.yaml"))
     assert "config=rloo.yaml: a file with more settings" in translation.refusal
