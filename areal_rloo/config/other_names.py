@@ -48,7 +48,7 @@ OURS: Mapping[str, str] = {
     **dict.fromkeys(("nnodes", "n_nodes"), "launcher.num_hosts"),
 }
 ABSENT: Mapping[str, str] = {
-    **dict.fromkeys(("gae_lambda", "lam", "vf_coef", "critic_warmup"), "there is no critic"),
+    **dict.fromkeys(("critic", "gae_lambda", "lam", "vf_coef", "critic_warmup"), "there is no critic"),
     **dict.fromkeys(
         (
             *("gconfig", "actor", "actor_rollout_ref", "trainer", "train_dataset", "valid_dataset", "cluster"),

@@ -36,6 +36,7 @@ _TYPES = re.compile(r"`([^`]*)`")  # in a message of msgspec: `array | null`
 _NAMES = {"array": "a list", "object": "a mapping of keys"}
 _LIST = re.compile(r"a list( of length \d+)?")
 _OF_ALL_SOURCES = ("sampling", "temperature", "top_p", "top_k")
+_OTHER_ROLE = re.compile(r"critic|ref|teacher|reward(_model)?|(eval|val|valid|validation|test)(_\w+)?")
 _MOST_DIGITS = 100  # of a number: 17 give every float, and no integer needs as many
 
 SourceOf = Callable[[str], str]  # where the value of a path was written: a file and a line, or an override
@@ -106,7 +107,7 @@ class _Cleaner:
         for key, value in node.items():
             here = f"{path}.{key}" if path else key
             if key not in hints:
-                words = f"unknown key '{shown(here)}'; {_known_leaf(value) or _suggestion(key, path, hints)}"
+                words = f"unknown key '{shown(here)}'; {_known_leaf(here, value) or _suggestion(key, path, hints)}"
                 raise ConfigError(f"{self._source_of(here)}: {words}")
             hint = hints[key]
             is_list = typing.get_origin(hint) is tuple
@@ -174,12 +175,20 @@ def _values_of(hint: Any, container: type) -> Any:
     return Any
 
 
-def _known_leaf(value: Any) -> str | None:
-    """Name our key for another system's key inside an unknown section; None if there are several keys, or none."""
-    leaf = ""
+def _known_leaf(section: str, value: Any) -> str | None:
+    """Name our key for another system's key inside an unknown section.
+
+    None if there are several keys, or none, if ours has this name, too, or if the section is not of the policy that
+    trains.
+    """
+    leaf, sections = "", section.split(".")
     while isinstance(value, dict) and len(value) == 1:
         ((leaf, value),) = value.items()
-    return f"did you mean {OURS[leaf]!r}?" if leaf in OURS and not isinstance(value, dict) else None
+        sections.append(str(leaf))
+    if leaf not in OURS or isinstance(value, dict) or any(map(_OTHER_ROLE.fullmatch, sections[:-1])):
+        return None
+    is_ours = any(path.rpartition(".")[2] == leaf for path in hints_of(Config))
+    return None if is_ours else f"did you mean {OURS[leaf]!r}?"
 
 
 def _suggestion(key: str, parent: str, hints: dict[str, Any]) -> str:
