@@ -59,14 +59,17 @@ class FunctionTool:
         properties = {name: _schema(f"{where}: argument {name!r}", hint) for name, (hint, _) in hints.items()}
         try:
             fields = [
-                (name, hint) if name in required else (name, hint, default) for name, (hint, default) in hints.items()
+                (name, hint) if name in required else (name, hint, _default(default))
+                for name, (hint, default) in hints.items()
             ]
             self._arguments = msgspec.defstruct(self.name, fields, forbid_unknown_fields=True, kw_only=True)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{where}: expected defaults that JSON has: {first_line(error)}") from error
+            raise ConfigError(f"{where}: the arguments cannot be read: {first_line(error)}") from error
         for name in properties.keys() & about.keys():
             properties[name]["description"] = about[name]
         parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        if kinds := {kind: one for schema in properties.values() for kind, one in schema.pop("$defs", {}).items()}:
+            parameters["$defs"] = kinds  # a reference begins at the root of the schema
         function = {"name": self.name, "description": description, "parameters": parameters}
         self.schema: dict[str, object] = {"type": "function", "function": function}
 
@@ -99,6 +102,11 @@ class FunctionTool:
         return await asyncio.wrap_future(on_daemon_thread(lambda: self._function(**values), name="tool"))
 
 
+def _default(value: Any) -> Any:
+    """Give each call a container of its own, because a call may change it."""
+    return msgspec.field(default_factory=value.copy) if isinstance(value, list | dict | set) else value
+
+
 def _schema(where: str, hint: Any) -> dict[str, Any]:
     try:
         return msgspec.json.schema(hint)
@@ -125,7 +133,7 @@ def _arguments(where: str, function: Callable[..., Any]) -> tuple[dict[str, tupl
     try:
         parameters = inspect.signature(function).parameters.values()
         hints = typing.get_type_hints(function)
-    except (TypeError, ValueError, NameError) as error:
+    except Exception as error:  # an annotation in quotes is an expression of the user
         raise ConfigError(f"{expected}; they cannot be read: {first_line(error)}") from error
     for parameter in parameters:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):

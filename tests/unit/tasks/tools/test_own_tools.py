@@ -12,7 +12,7 @@ from areal_rloo.errors import ConfigError, EpisodeError
 from areal_rloo.tasks.tools import Tool, make_tools, tool_schemas
 
 MODULE = '''
-import asyncio, sys, time
+import asyncio, enum, sys, time, typing
 from typing import Literal
 from areal_rloo.errors import EpisodeError
 
@@ -59,6 +59,16 @@ def silent(query: str): ...
 def many(*queries: str): "Many."
 def odd(query: object()): "Odd."
 def strange(query: type): "Strange."
+def misspelt(query: "typing.Strng"): "Misspelt."
+def unended(query: "list[str"): "Unended."
+
+class Color(enum.Enum):
+    RED = "red"
+
+def paint(color: Color, more: list[int] = [1, 2], *, names: dict[str, int] = {"a": 1}) -> list:
+    "Paint."
+    more.append(3)
+    return [color.value, more, names]
 '''
 
 
@@ -109,6 +119,18 @@ def test_checked_arguments_reach_plain_and_async_functions(path: Path) -> None:
         ({"query": "a", "page": 1}, "Object contains unknown field `page`"),
     ):
         assert _said(search, **arguments) == f"error: wrong arguments of search: {words}"  # type: ignore[arg-type]
+
+
+def test_a_default_may_be_a_list_which_no_call_changes_for_the_next(path: Path) -> None:
+    paint = _tool(path, "paint")
+    assert _said(paint, color="red") == _said(paint, color="red") == '["red", [1, 2, 3], {"a": 1}]'
+
+
+def test_a_reference_in_a_schema_is_found_from_its_root(path: Path) -> None:
+    (schema,) = tool_schemas(EpisodeConfig(type="tool_use", tools=(f"{path}:paint",)))
+    parameters = schema["function"]["parameters"]  # type: ignore[index]
+    assert parameters["properties"]["color"] == {"$ref": "#/$defs/Color"}
+    assert parameters["$defs"]["Color"]["enum"] == ["red"]
 
 
 @pytest.mark.parametrize(
@@ -163,6 +185,8 @@ def test_a_call_without_end_is_an_error_after_the_timeout(name: str, path: Path)
             "argument 'query': expected a type that JSON has, such as str, int, float, bool, list[str] or dict[str, "
             "int], got type",
         ),
+        ("misspelt", "they cannot be read: module 'typing' has no attribute 'Strng'"),
+        ("unended", "they cannot be read: Forward reference must be an expression"),
         ("serach", "my.py has no function 'serach'; did you mean 'search'?"),
     ],
 )
