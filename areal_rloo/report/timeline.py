@@ -33,8 +33,16 @@ def timeline(
         return ""
     pairs = [*itertools.pairwise(train)]
     skipped = [now for before, now in pairs if now.skipped_steps > before.skipped_steps]
+    starts = read_starts(folder)
+
+    def lost(before: TrainRecord, now: TrainRecord) -> str:
+        """Name no alarm after a start: the config may have fewer workers, or some have not joined yet."""
+        has_started = any(before.policy_version <= one.version < now.policy_version for one in starts)
+        words = f"{before.num_workers} to {now.num_workers} rollout workers"
+        return words if has_started else f"{words} (alarm TargetDown)"
+
     points = {
-        "starts": [(one.version, f"the learner starts at {one.time} UTC") for one in read_starts(folder)],
+        "starts": [(one.version, f"the learner starts at {one.time} UTC") for one in starts],
         "evaluations": [
             (one.policy_version, f"{one.name}: {one.result[0]} {one.result[1]:.3f}") for one in evaluations
         ],
@@ -44,9 +52,7 @@ def timeline(
             for stretch in stretches[1:]
         ],
         "workers lost": [
-            (now.policy_version, f"{before.num_workers} to {now.num_workers} rollout workers (alarm TargetDown)")
-            for before, now in pairs
-            if now.num_workers < before.num_workers
+            (now.policy_version, lost(before, now)) for before, now in pairs if now.num_workers < before.num_workers
         ],
         "steps skipped": [
             (record.policy_version, "the gradient was not finite (alarm StepsSkipped)") for record in skipped

@@ -125,6 +125,22 @@ def test_the_timeline_has_what_happened_when(
     assert "Environment of start 2" in text
 
 
+def test_fewer_workers_after_a_start_are_no_alarm(
+    tmp_path: Path, make_train_record: Callable[..., TrainRecord]
+) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(Config()))
+    begin_stretch(tmp_path, Config(), 0)
+    begin_stretch(tmp_path, Config(), 20)
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in range(1, 41):
+        num_workers = 4 if step <= 20 else 2 if step <= 30 else 1
+        file.append(make_train_record(num_train_steps=step, policy_version=step, num_workers=num_workers))
+    file.close()
+    events = titles(write_report(tmp_path).read_text())
+    assert "4 to 2 rollout workers: 21" in events
+    assert "2 to 1 rollout workers (alarm TargetDown): 31" in events
+
+
 def test_an_evaluation_of_an_older_version_shortens_no_symptom(
     tmp_path: Path, make_train_record: Callable[..., TrainRecord], eval_record: EvalRecord
 ) -> None:
