@@ -121,8 +121,9 @@ def best_setup(
 ) -> tuple[Setup, Forecast]:
     """Search ranks and workers, depth and slots; the least depth with 98 % of the best throughput wins.
 
-    For each depth and number of slots, the search climbs from the split at which both halves alone are about as fast,
-    and from the fewest ranks: a single rank has no exchange, so there may be two peaks.
+    For each depth and number of slots, the search climbs from the split at which both halves alone are about as fast.
+    It looks two splits ahead, because whole groups on whole workers make small steps, and at the fewest ranks: a single
+    rank has no exchange, so there may be two peaks.
     """
     deepest = max(1, min(setup.max_staleness, _MOST_DEPTH))
     depths = sorted({min(depth, deepest) for depth in (1, 2, 4, deepest)})
@@ -145,17 +146,13 @@ def _climb(load: Load, setup: Setup, choices: Sequence[tuple[int, int]]) -> tupl
     def at(index: int) -> Forecast:
         return forecast(load, with_split(index))
 
-    def top(index: int) -> int:
-        while True:
-            near = [number for number in (index - 1, index, index + 1) if 0 <= number < len(choices)]
-            best = max(near, key=lambda number: (at(number).tokens_per_s, number == index))
-            if best == index:
-                return index
-            index = best
-
-    peaks = (top(_balanced(load, setup, choices)), top(0))
-    best = max(peaks, key=lambda index: at(index).tokens_per_s)
-    return with_split(best), at(best)
+    index = _balanced(load, setup, choices)
+    while True:
+        near = sorted({0, *(number for number in range(index - 2, index + 3) if 0 <= number < len(choices))})
+        best = max(near, key=lambda number: (at(number).tokens_per_s, number == index))
+        if best == index:
+            return with_split(index), at(index)
+        index = best
 
 
 def _balanced(load: Load, setup: Setup, choices: Sequence[tuple[int, int]]) -> int:

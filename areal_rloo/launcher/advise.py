@@ -28,7 +28,7 @@ _MOST_STEPS = 50  # of a run: the newest
 _NO_EXCHANGE = "for the cost of the exchange between ranks, name a run with one rank and one with several with --from"
 _SAME = (  # the speeds of a run are of these values
     *("model.path", "algorithm.group_size", "rollout.engine", "rollout.tensor_parallel"),
-    *("learner.gradient_checkpointing", "learner.lora"),
+    *("model.tiny", "model.dtype", "learner.gradient_checkpointing", "learner.lora"),
     *("rollout.sampling.max_new_tokens", "rollout.episode.type"),
 )
 

@@ -129,6 +129,26 @@ def test_ranks_that_exchange_slowly_leave_devices_to_the_workers() -> None:
     assert (alone.num_ranks, exchanging.num_ranks) == (2, 1)
 
 
+@pytest.mark.parametrize(
+    ("num_devices", "max_staleness", "decode_each_s", "exchange_share", "num_ranks"),
+    [(12, 1, 1e-4, 0.25, 6), (8, 0, 2e-4, 0.6, 1)],
+)
+def test_the_search_passes_small_steps_and_the_two_ranks_that_are_slower_than_one(
+    num_devices: int, max_staleness: int, decode_each_s: float, exchange_share: float, num_ranks: int
+) -> None:
+    lengths = drawn_lengths(mean=40, std=10, longest_of_group=50, group_size=8, most=64)
+    measured = replace(load(decode_each_s, 1e-4), lengths=lengths)
+    speeds = replace(measured.speeds, decode_fixed_s=1e-3, train_fixed_s=0.01, exchange_token_s=exchange_share * 1e-4)
+    measured, choices = replace(measured, speeds=speeds), splits(num_devices, per_worker=1)
+    setup = replace(SETUP, groups_per_step=12, max_staleness=max_staleness)
+    best, found = best_setup(measured, setup, choices, slots=[16])
+    swept = max(
+        forecast(measured, replace(setup, num_ranks=ranks, num_workers=workers)).tokens_per_s
+        for ranks, workers in choices
+    )
+    assert (best.num_ranks, found.tokens_per_s) == (num_ranks, swept)
+
+
 def test_synchronous_steps_get_more_ranks_than_equal_halves_need() -> None:
     """Sums of both times are least at another split than the larger of both times, where the search starts."""
     measured, setup, choices = load(2e-4, 1e-4), replace(SETUP, max_staleness=0), splits(12, per_worker=1)
