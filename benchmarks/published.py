@@ -4,12 +4,12 @@
 
     staleness  six runs of Qwen3-8B: mean staleness of the first token of a sample
     waits      prime-rl: share of the time that the learner waits
-    steps      verl, Qwen2.5-Math-7B on 128 GPUs: seconds of a step, by staleness threshold
+    steps      verl, Qwen2.5-Math-7B on 128 GPUs: seconds for which a step waits for samples, by staleness threshold
     depths     AReaL, RLOO, 1.5B on 8 GPUs: tokens/s by eta, over eta 0
     hours      AReaL, 1.5B and 7B on 128 and 192 GPUs: hours of synchronous over those of asynchronous training
 
 No system published all that a simulation needs. `is_fitted` marks the figures from which the missing numbers were
-found; the others follow. Sources: Applied Compute, "Predicting and controlling staleness"; SemiAnalysis on prime-rl;
+found. Sources: Applied Compute, "Predicting and controlling staleness"; SemiAnalysis on prime-rl;
 verl, docs/advance/fully_async.md; arXiv:2505.24298 (AReaL), Table 8; AReaL, blog/AReaL_v0_3.md, Table 2.
 """
 
@@ -85,8 +85,8 @@ _SAMPLES, _LONGEST = 16, 28 * 1024  # of a group, and tokens
 _PROMPTS = 80  # of a step, with 10 engines; as 512 with 64, so an engine has the same load
 _PARTS = 10  # train steps of ours for one of verl's, as thresholds of 0.1, 0.3 and 0.5 need
 _OTHER_S = 4.1  # of a step of verl, beside the wait and the update
-_SYNC_S, _SYNC_DECODE_S = 356.30, 177.85
-_UPDATE_S = 98.77  # at threshold 0
+_SYNC_DECODE_S = 177.85
+_UPDATES_S = {0.0: 98.77, 0.1: 109.12, 0.3: 103.22, 0.5: 113.16}  # by threshold
 
 
 class Decoding(NamedTuple):
@@ -98,21 +98,21 @@ class Decoding(NamedTuple):
 
 
 def steps() -> tuple[list[dict[str, Any]], Decoding]:
-    """Find mean length and decode speed from the synchronous step and thresholds 0 and 0.1; 0.3 and 0.5 follow.
+    """Find mean length and decode speed from the synchronous generation and thresholds 0 and 0.1.
 
-    A threshold s lets the rollouts begin (1 + s) batches from one version of the weights to the next.
+    A threshold s lets the rollouts begin (1 + s) batches from one version of the weights to the next. The time of the
+    updates is that of the published run.
     """
-    published = {0.0: 231.34, 0.1: 171.30, 0.3: 146.11, 0.5: 150.63}
+    published = {0.0: 128.47, 0.1: 58.17, 0.3: 38.88, 0.5: 33.14}
     fitted = (0.0, 0.1)
 
     def error(decoding: Decoding) -> float:
-        return sum((_verl_step_s(decoding, share) / published[share] - 1) ** 2 for share in fitted)
+        return sum((_verl_wait_s(decoding, share) / published[share] - 1) ** 2 for share in fitted)
 
     means, slopes = range(1000, 8001, 500), np.arange(0.0, 4.1, 0.25)  # slopes: of 64 completions, over the fixed part
     found = min((_synchronous(mean, float(slope)) for mean, slope in itertools.product(means, slopes)), key=error)
-    rows = [_row("synchronous", _SYNC_S, _SYNC_S, is_fitted=True)]
-    return rows + [
-        _row(f"threshold {share:g}", measured, _verl_step_s(found, share), is_fitted=share in fitted)
+    return [
+        _row(f"threshold {share:g}", measured, _verl_wait_s(found, share), is_fitted=share in fitted)
         for share, measured in published.items()
     ], found
 
@@ -128,12 +128,12 @@ def _synchronous(mean: float, slope: float) -> Decoding:
     return Decoding(lengths, fixed_s, fixed_s * slope / 64)
 
 
-def _verl_step_s(decoding: Decoding, threshold: float) -> float:
-    """Return the seconds of a step with 10 engines, as 64 GPUs."""
+def _verl_wait_s(decoding: Decoding, threshold: float) -> float:
+    """Return the seconds for which a step waits, with 10 engines, as 64 GPUs."""
     speeds = Speeds(
         decode_fixed_s=decoding.fixed_s,
         decode_each_s=decoding.each_s,
-        train_fixed_s=(_UPDATE_S + _OTHER_S) / _PARTS,
+        train_fixed_s=(_UPDATES_S[threshold] + _OTHER_S) / _PARTS,
         train_token_s=0.0,
     )
     ahead = round(_PARTS * (1 + threshold)) - 1
@@ -145,11 +145,12 @@ def _verl_step_s(decoding: Decoding, threshold: float) -> float:
         num_train_steps=8 * _PARTS,
         publish_every=_PARTS,
     )
-    return _PARTS * _mean_step_s(simulate(speeds, setup, decoding.lengths), 4 * _PARTS)
+    ended = simulate(speeds, setup, decoding.lengths)
+    return _PARTS * statistics.fmean(step.wait_s for step in ended[4 * _PARTS :])
 
 
 def depths() -> list[dict[str, Any]]:
-    """Find the speed of the learner over the rollouts from eta 1; eta 4 and 16 follow. A step has 8 samples a slot."""
+    """Find the speed of the rollouts over that of the learner from eta 1. A step has 8 samples for each slot."""
     published = {1: 47.8 / 27.1, 4: 49.0 / 27.1, 16: 52.0 / 27.1}
     lengths = drawn_lengths(mean=1000, std=1000, longest_of_group=2500, group_size=_SAMPLES, most=_LONGEST)
 
@@ -180,15 +181,15 @@ def depths() -> list[dict[str, Any]]:
 
 
 def hours() -> list[dict[str, Any]]:
-    """Find the mean length from the smaller model; the other follows, if nothing but the GPUs of a batch differs.
+    """Find the mean length from the smaller model; the other has the same, and more GPUs for the same samples.
 
     A quarter of the GPUs trains, as fast as the others generate; synchronous, all of them do both in turn. A step has
-    512 prompts; 32 engines of the simulation stand for all GPUs.
+    512 prompts; 32 engines of the simulation, with 256 slots each, stand for all GPUs.
     """
     published = {128: 41.0 / 14.8, 192: 57.7 / 25.4}
     mean = min(range(8000, 14_001, 500), key=lambda mean: abs(_speedup(mean, 128) / published[128] - 1))
     return [
-        _row(f"{num_gpus} GPUs, {mean:,} tokens", measured, _speedup(mean, num_gpus), is_fitted=num_gpus == 128)
+        _row(f"{num_gpus} GPUs", measured, _speedup(mean, num_gpus), is_fitted=num_gpus == 128)
         for num_gpus, measured in published.items()
     ]
 
