@@ -85,6 +85,26 @@ def test_the_tables_of_forecasts_equal_the_result_file() -> None:
     assert [row[1] for row in _table("Errors of the forecasts")] == errors
 
 
+def test_the_sweep_of_splits_equals_the_result_file() -> None:
+    loads = _result("splits.json")["loads"]
+    cells = _table("Sweep of splits")
+    assert cells == [
+        [
+            load["load"],
+            f"{row['ranks']} and {row['workers']}",
+            " / ".join(f"{rate:,.0f}" for rate in row["tokens_per_s"]),
+            f"{row['forecast']:,.0f}",
+            "yes" * ([row["ranks"], row["workers"]] == load["advised"]),
+        ]
+        for load in loads
+        for row in load["splits"]
+    ]
+    assert [load["advised_over_best"] for load in loads] == [1.0, 1.0]
+    medians = [{row["ranks"]: statistics.median(row["tokens_per_s"]) for row in load["splits"]} for load in loads]
+    assert f"two ranks train {medians[0][2] / medians[0][1]:.2f} times as fast as one" in MEASURED
+    assert f"with {medians[1][2] / medians[1][1]:.2f} of the best throughput" in MEASURED
+
+
 def test_the_published_figures_equal_the_simulations() -> None:
     result = _result("published.json")
     names = ("published", "formula", "simulated")
