@@ -251,7 +251,7 @@ RULES: Mapping[str, Rule] = {
     PROCESSES: made(gpus, "GPUs are split between learning and generating"),
     HOSTS: to("launcher.num_hosts", whole),
     **each("nproc_per_node nnodes", absent(f"with {PROCESSES}")),
-    "config_file": absent("how the processes start"),
+    **dict.fromkeys(("config_file", "accelerate_config", "env.*"), absent("how the processes start")),
     "config": Rule(why="a file with more settings: put it where the script names it", by_hand=True, decides=True),
     **each("model model_name_or_path", Rule(lambda value, given: {"model.path": value}, decides=True)),
     "torch_dtype": made(_dtype),

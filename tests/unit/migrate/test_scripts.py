@@ -151,11 +151,12 @@ def test_words_that_only_the_shell_can_count_are_named(tmp_path: Path, capsys: p
 
 
 def test_a_file_of_settings_beside_the_command_counts_less_than_the_command(tmp_path: Path) -> None:
-    (tmp_path / "rloo.yaml").write_text("beta: 0.02\nlearning_rate: 3.0e-6\nbf16: true\n")
+    (tmp_path / "rloo.yaml").write_text("env: {A: b}\nbeta: 0.02\nlearning_rate: 3.0e-6\nbf16: true\n")
     script = f"trl rloo --config rloo.yaml --learning_rate 5e-6 {TRAINS}"
     settings = found("run.sh", tmp_path, script).settings
     assert (settings["beta"], settings["learning_rate"], settings["bf16"]) == (0.02, 5e-6, True)
     assert "config" not in settings
+    assert not [one.name for one in translate(found("run.sh", tmp_path, script)).lines if one.fate == "unknown"]
     (tmp_path / "rloo.yaml").unlink()
     translation = translate(found("run.sh", tmp_path, script))
     assert "config=rloo.yaml: a file with more settings" in translation.refusal
