@@ -364,10 +364,24 @@ def test_the_table_against_trl_equals_the_result_file() -> None:
         assert speed["asynchronous_over_trl"] == pytest.approx(rates["asynchronous"] / rates["trl"], rel=0.02)
         expected.append([*cells, f"{speed['asynchronous_over_trl']:.2f}"])
     assert [row[1:] for row in _table("Samples a second")] == expected
-    learning = _result("trl_peer.json")["learning"]["seconds_to_goal"]
-    for name, seconds in learning.items():
-        low, median, high = sorted(seconds)
-        assert re.search(rf"{median:.0f} s \({low:.0f}\s+to {high:.0f}; {name}\)", MEASURED, re.IGNORECASE)
+    result, words = _result("trl_peer.json"), " ".join(MEASURED.split())
+    for name in ("asynchronous", "synchronous"):
+        low, median, high = sorted(result["learning"]["seconds_to_goal"][name])
+        assert f"{median:.0f} s ({low:.0f} to {high:.0f}; {name})" in words
+    final = {name: statistics.median(ends) for name, ends in result["learning"]["final_accuracy"].items()}
+    assert f"at the end {final['asynchronous']} and {final['synchronous']} of 200 prompts" in words
+    assert f"TRL ended at {final['trl']}" in words
+    limits = result["limit"]["samples_per_s"]
+    shares = {
+        part: [f"{result[part]['samples_per_s'][name] / limits[part]:.2f}" for name in names]
+        for part in ("speed", "long_tail")
+    }
+    of_quickstart, of_long_tail = shares["speed"], shares["long_tail"]
+    assert f"has {of_quickstart[0]}, the synchronous one {of_quickstart[1]} and TRL {of_quickstart[2]}." in words
+    assert f"the shares are {of_long_tail[0]}, {of_long_tail[1]} and {of_long_tail[2]}." in words
+    assert f"{result['limit']['peak_gflops']:.0f} GFLOP/s" in words
+    assert f"{result['limit']['mflop_of_sample']['speed']:.0f} MFLOP" in words
+    assert f"{limits['speed']:,.0f} samples/s" in words
 
 
 def test_the_table_of_the_depth_equals_the_result_file() -> None:
