@@ -103,7 +103,7 @@ def merged(loads: Sequence[Load], records: Sequence[Sequence[TrainRecord]]) -> L
 
 
 def _of_ranks(loads: Sequence[Load]) -> tuple[float, float]:
-    """Return the seconds of a token for a rank alone, and what several ranks need beyond their share of these.
+    """Return the seconds of a token for a rank alone, and the seconds of several ranks beyond their share of these.
 
     Without runs of both kinds, only the sum is known, and all of it counts as the time of a rank.
     """

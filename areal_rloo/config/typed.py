@@ -178,8 +178,7 @@ def _values_of(hint: Any, container: type) -> Any:
 def _known_leaf(section: str, value: Any) -> str | None:
     """Name our key for another system's key inside an unknown section.
 
-    None if there are several keys, or none, if ours has this name, too, or if the section is not of the policy that
-    trains.
+    None if there are several keys, or none, if ours has this name, too, or if the section is of another model.
     """
     leaf, sections = "", section.split(".")
     while isinstance(value, dict) and len(value) == 1:

@@ -1,7 +1,7 @@
 """Read the settings of another system's file: YAML, a shell script, or a Python script. Nothing in the file is run.
 
-shell:   variables with their defaults are filled in; `key.path=value` and `--key value` are settings, and those of a
-         YAML file that a command names with `--config`, or after `swift rlhf`
+shell:   variables with their defaults are filled in; `key.path=value` and `--key value` are settings, and those of
+         the YAML file after `--config` or `swift rlhf`
 Python:  the keywords of RLOOConfig(...), GRPOConfig(...), their trainers, LoraConfig(...) and load_dataset(...), and
          later assignments to an attribute of a config
 YAML:    nested keys are joined with dots; `${a.b}` stands for the value of another key
@@ -122,7 +122,7 @@ def _parsed(path: Path) -> tuple[str, Script]:
 
 
 def _file_beside(script: Path, settings: Settings) -> Path | None:
-    """Find the YAML that a command names; the options of the command win."""
+    """Find the YAML file of a command; the options of the command win."""
     path = script.parent / str(settings.get("config"))
     return path if script.suffix not in _YAML and path.suffix in _YAML and path.is_file() else None
 

@@ -40,7 +40,7 @@ class Panel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics: str = ""
     others: tuple[tuple[str, str], ...] = ()
     unit: str = ""  # in Grafana; empty: of the first metric
-    help: str = ""  # of numbers that others serve
+    help: str = ""  # of numbers of others
     kind: Literal["timeseries", "state-timeline", "table"] = "timeseries"
     charts: Literal["", "steps", "evaluations"] = ""
 

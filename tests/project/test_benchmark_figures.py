@@ -1,11 +1,11 @@
 """Compare the pages of the benchmarks, and the figures that the documents take from them, with the result files."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tables import table
 
 from benchmarks import harness, pages
 from benchmarks.__main__ import NAMES
@@ -21,12 +21,8 @@ def _result(name: str) -> Result:
     return harness.read(RESULTS / f"{name}.json")
 
 
-def _table(title: str, document: str = MEASURED) -> list[list[str]]:
-    """Return the cells of the first table under a heading, without the header."""
-    section = re.search(rf"^##+ {re.escape(title)}\n(.*?)(?=^##|\Z)", document, re.MULTILINE | re.DOTALL)
-    assert section, title
-    rows = [line for line in section.group(1).splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
+def _table(title: str, text: str = MEASURED) -> list[list[str]]:
+    return table(title, text)
 
 
 def _ratios(name: str, case: str, *pairs: tuple[str, str]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tables import table
 
 from areal_rloo.config import load_config
 from areal_rloo.learner.memory import GIB, estimate
@@ -22,12 +23,8 @@ MEASURED, ALGORITHMS, LEARNER, GPU = (
 )
 
 
-def _table(title: str, document: str = MEASURED) -> list[list[str]]:
-    """Return the cells of the first table under a heading, without the header."""
-    section = re.search(rf"^##+ {re.escape(title)}\n(.*?)(?=^##|\Z)", document, re.MULTILINE | re.DOTALL)
-    assert section, title
-    rows = [line for line in section.group(1).splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
+def _table(title: str, text: str = MEASURED) -> list[list[str]]:
+    return table(title, text)
 
 
 def _result(name: str) -> Any:
@@ -64,62 +61,6 @@ def test_the_baselines_equal_the_result_file(title: str, task: str) -> None:
         assert of_presets == [f"{row['final_mean']:.3f} ± {row['final_interval']:.3f}" for row in rows]
         assert seconds == f"{min(row['core_s'] for row in rows):.0f} to {max(row['core_s'] for row in rows):.0f}"
     assert f"from an accuracy of {rows[0]['start']:.3f}" in document
-
-
-def test_the_tables_of_forecasts_equal_the_result_file() -> None:
-    result = _result("advice.json")
-    kinds = ("plain", "equal_load", "model")
-    runs = [
-        [
-            row["run"],
-            f"{row['measured']['tokens_per_s']:.0f}",
-            *(f"{100 * row[kind]['error']:+.1f} %" for kind in kinds),
-        ]
-        for row in result["runs"]
-    ]
-    assert [[row[0], row[1], *row[3:6]] for row in _table("Forecast against run")] == runs
-    errors = [
-        f"{100 * result['summary'][kind]['error_median']:.1f} % / {100 * result['summary'][kind]['error_worst']:.1f} %"
-        for kind in kinds
-    ]
-    assert [row[1] for row in _table("Errors of the forecasts")] == errors
-
-
-def test_the_sweep_of_splits_equals_the_result_file() -> None:
-    loads = _result("splits.json")["loads"]
-    cells = _table("Sweep of splits")
-    assert cells == [
-        [
-            load["load"],
-            f"{row['ranks']} and {row['workers']}",
-            " / ".join(f"{rate:,.0f}" for rate in row["tokens_per_s"]),
-            f"{row['forecast']:,.0f}",
-            "yes" * ([row["ranks"], row["workers"]] == load["advised"]),
-        ]
-        for load in loads
-        for row in load["splits"]
-    ]
-    assert [load["advised_over_best"] for load in loads] == [1.0, 1.0]
-    medians = [{row["ranks"]: statistics.median(row["tokens_per_s"]) for row in load["splits"]} for load in loads]
-    assert f"two ranks train {medians[0][2] / medians[0][1]:.2f} times as fast as one" in MEASURED
-    assert f"with {medians[1][2] / medians[1][1]:.2f} of the best throughput" in MEASURED
-
-
-def test_the_published_figures_equal_the_simulations() -> None:
-    result = _result("published.json")
-    names = ("published", "formula", "simulated")
-    rows = [[row["case"], *(f"{row[name]:.2f}" for name in names)] for row in result["staleness"]]
-    assert _table("Published staleness") == rows
-    speeds = [row for part in ("waits", "steps", "depths", "hours") for row in result[part]]
-    assert [row[1:] for row in _table("Published speeds")] == [
-        [row["case"], f"{row['published']:.2f}", f"{row['simulated']:.2f}", "fitted" * row["is_fitted"]]
-        for row in speeds
-    ]
-    found = result["decoding"]
-    words = (
-        f"({found['tokens_mean']:,} tokens; a decode step takes {found['fixed_ms']:.1f} ms and {found['each_ms']:.2f}"
-    )
-    assert words in " ".join(MEASURED.split())
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from areal_rloo.migrate.reading import Found, read
+from areal_rloo.migrate.translate import translate
 
 AREAL = """
 experiment_name: gsm8k-rloo
@@ -181,3 +182,7 @@ def found(name: str, folder: Path, text: str, **settings: object) -> Found:
     path.write_text(text)
     given = read(path)
     return msgspec.structs.replace(given, settings=given.settings | settings)
+
+
+def by_hand(given: Found) -> dict[str, str]:
+    return {line.name: line.why for line in translate(given).lines if line.fate == "hand"}

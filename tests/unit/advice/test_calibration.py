@@ -71,7 +71,7 @@ def test_ranks_share_the_tokens(make_train_record: MakeTrainRecord) -> None:
         ({2: 5e-4, 4: 10.1e-4}, 7.55e-4, 0.0),
     ],
 )
-def test_runs_with_one_rank_and_with_several_give_the_time_of_the_exchange(
+def test_one_rank_and_several_give_the_time_of_the_exchange(
     seconds: dict[int, float], own: float, exchange: float, make_train_record: MakeTrainRecord
 ) -> None:
     """`seconds`: for a token, times the number of ranks."""

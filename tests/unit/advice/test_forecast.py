@@ -133,7 +133,7 @@ def test_ranks_that_exchange_slowly_leave_devices_to_the_workers() -> None:
     ("num_devices", "max_staleness", "decode_each_s", "exchange_share", "num_ranks"),
     [(12, 1, 1e-4, 0.25, 6), (8, 0, 2e-4, 0.6, 1)],
 )
-def test_the_search_passes_small_steps_and_the_two_ranks_that_are_slower_than_one(
+def test_the_search_passes_small_steps_and_two_ranks_slower_than_one(
     num_devices: int, max_staleness: int, decode_each_s: float, exchange_share: float, num_ranks: int
 ) -> None:
     lengths = drawn_lengths(mean=40, std=10, longest_of_group=50, group_size=8, most=64)
