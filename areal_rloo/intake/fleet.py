@@ -374,7 +374,8 @@ class Fleet:
     def describe(self, now_s: float) -> str:
         """Describe the workers for a log line about a wait."""
         workers = [
-            f"{w.worker_id} has {len(w.duties)} samples and decodes {w.num_decoding} at version {w.policy_version}, "
+            f"{w.worker_id} has {len(w.duties)} samples and decodes {w.num_decoding} at version {w.policy_version}"
+            f"{' (all wait for rewards, tools, agents or weights)' * (w.num_decoding == 0 < len(w.duties))}, "
             f"last heard {now_s - w.last_heard_s:.1f} s ago, last progress {now_s - w.progress_s:.0f} s ago"
             for w in self.alive.values()
         ]

@@ -49,6 +49,17 @@ def test_a_heartbeat_after_the_end_of_the_connection_means_life(heartbeat_s: flo
         assert worker.is_connected(wire) is is_connected
 
 
+def test_a_worker_that_decodes_nothing_says_what_its_samples_wait_for() -> None:
+    fleet = Fleet(most_samples=8)
+    worker = _joined(fleet, "w")
+    waits = " (all wait for rewards, tools, agents or weights)"
+    assert waits not in fleet.describe(1.0)
+    worker.duties.add(DUTY)
+    assert f"w has 1 samples and decodes 0 at version 0{waits}, last heard 1.0 s ago" in fleet.describe(1.0)
+    worker.num_decoding = 1
+    assert "w has 1 samples and decodes 1 at version 0, last heard" in fleet.describe(1.0)
+
+
 # -- without progress --------------------------------------------------------------------------------------------------
 
 
