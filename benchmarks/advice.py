@@ -60,11 +60,27 @@ HALVES = {"learner": "areal_rloo.learner", "rollout": "areal_rloo.rollout"}
 Scheduled = dict[str, tuple[int, int]]  # by half: nanoseconds on a core, and waiting for a core
 
 
+def command(folder: Path, overrides: tuple[str, ...]) -> list[str]:
+    """Return the command of a run with `BASE`; an override wins."""
+    options = {option.partition("=")[0]: option for option in (*BASE, *overrides)}  # the last of each key
+    launcher = [sys.executable, "-m", "areal_rloo.launcher.local", "--config", "quickstart.yaml"]
+    return [*launcher, f"run.folder={folder}", *options.values()]
+
+
+def train_records(folder: Path) -> list[TrainRecord]:
+    """Read the train steps of a run."""
+    return [record for record in read_records(folder / "metrics.jsonl") if isinstance(record, TrainRecord)]
+
+
+def measured_tokens_per_s(records: list[TrainRecord]) -> float:
+    """Return the trained tokens a second of the counted steps."""
+    before, counted = records[FIRST - 2], records[FIRST - 1 : LAST]
+    return sum(record.trained_tokens for record in counted) / (counted[-1].wall_s - before.wall_s)
+
+
 def run(folder: Path, overrides: tuple[str, ...]) -> None:
     """Run, and write the times of the threads at some steps beside the records."""
-    command = [sys.executable, "-m", "areal_rloo.launcher.local", "--config", "quickstart.yaml"]
-    options = {option.partition("=")[0]: option for option in (*BASE, *overrides)}  # the last of each key
-    process = subprocess.Popen([*command, f"run.folder={folder}", *options.values()], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command(folder, overrides), stdout=subprocess.DEVNULL)
     records, times = folder / "metrics.jsonl", dict[int, Scheduled]()
     while process.poll() is None:
         num = records.read_bytes().count(b"\n") if records.exists() else 0
@@ -115,7 +131,7 @@ def _change(folder: Path) -> float:
 
 def compare(name: str, folder: Path) -> dict[str, Any]:
     """Compare the forecasts of a run with its steps 6 to 25."""
-    records = [record for record in read_records(folder / "metrics.jsonl") if isinstance(record, TrainRecord)]
+    records = train_records(folder)
     config = load_config(str(folder / "config.yaml"))
     before, counted = records[FIRST - 2], records[FIRST - 1 : LAST]
     tokens, seconds = sum(record.trained_tokens for record in counted), counted[-1].wall_s - before.wall_s
@@ -123,7 +139,7 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
     early, late = slowdowns(folder, 1, FIRST - 1), slowdowns(folder, FIRST - 1, LAST)
     scaled = _scaled(calibration, **{half: late[half] / early[half] for half in HALVES})
     measured = {
-        "tokens_per_s": tokens / seconds,
+        "tokens_per_s": measured_tokens_per_s(records),
         "staleness": sum(record.staleness_mean * record.trained_tokens for record in counted) / tokens,
         "wait_share": sum(record.wait_s for record in counted) / seconds,
     }

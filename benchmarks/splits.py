@@ -17,7 +17,6 @@ import contextlib
 import itertools
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -29,10 +28,8 @@ import psutil
 from areal_rloo.advice.calibration import calibrated, merged, setup_of
 from areal_rloo.advice.forecast import FIRST, LAST, best_setup, forecast, splits
 from areal_rloo.config import load_config
-from areal_rloo.telemetry.metrics import read_records
-from areal_rloo.telemetry.records import TrainRecord
 from benchmarks import hardware
-from benchmarks.advice import BASE
+from benchmarks.advice import command, measured_tokens_per_s, train_records
 
 NUM_DEVICES, MEASURED_STEPS = 4, 10
 _PERIOD_US, _QUOTA_US = 10_000, 4_000  # short: ranks wait for each other in every step
@@ -78,10 +75,8 @@ def run(folder: Path, *overrides: str) -> None:
     """Run on devices, unless there is such a run."""
     if (folder / "ended").exists():
         return
-    command = [sys.executable, "-m", "areal_rloo.launcher.local", "--config", "quickstart.yaml"]
-    options = {option.partition("=")[0]: option for option in (*BASE, *overrides)}  # the last of each key
     devices = Devices(NUM_DEVICES)
-    process = psutil.Popen([*command, f"run.folder={folder}", *options.values()], stdout=subprocess.DEVNULL)
+    process = psutil.Popen(command(folder, overrides), stdout=subprocess.DEVNULL)
     while process.poll() is None:
         devices.place(process)
         time.sleep(0.05)
@@ -89,17 +84,6 @@ def run(folder: Path, *overrides: str) -> None:
     if process.returncode:
         raise SystemExit(f"{folder}: exit code {process.returncode}")
     (folder / "ended").touch()
-
-
-def train_records(folder: Path) -> list[TrainRecord]:
-    return [record for record in read_records(folder / "metrics.jsonl") if isinstance(record, TrainRecord)]
-
-
-def measured_tokens_per_s(folder: Path) -> float:
-    """Return the trained tokens a second of the counted steps."""
-    records = train_records(folder)
-    before, counted = records[FIRST - 2], records[FIRST - 1 : LAST]
-    return sum(record.trained_tokens for record in counted) / (counted[-1].wall_s - before.wall_s)
 
 
 def compare(name: str, base: Path, overrides: tuple[str, ...], num_rounds: int) -> dict[str, Any]:
@@ -119,7 +103,7 @@ def compare(name: str, base: Path, overrides: tuple[str, ...], num_rounds: int) 
     for number, split in itertools.product(range(num_rounds), choices):
         folder = base / f"{split[0]}-{split[1]}-{number}"
         run(folder, *overrides, *_halves(*split))
-        measured[split].append(round(measured_tokens_per_s(folder), 1))
+        measured[split].append(round(measured_tokens_per_s(train_records(folder)), 1))
         print(name, split, measured[split], flush=True)
     medians = {split: statistics.median(rates) for split, rates in measured.items()}
     advised = (best.num_ranks, best.num_workers)

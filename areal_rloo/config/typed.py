@@ -186,12 +186,16 @@ def _known_leaf(section: str, value: Any) -> str | None:
         sections.append(str(leaf))
     if leaf not in OURS or isinstance(value, dict) or any(map(_OTHER_ROLE.fullmatch, sections[:-1])):
         return None
-    is_ours = any(path.rpartition(".")[2] == leaf for path in hints_of(Config))
-    return None if is_ours else f"did you mean {OURS[leaf]!r}?"
+    return None if _named(leaf) else f"did you mean {OURS[leaf]!r}?"
+
+
+def _named(key: str) -> list[str]:
+    """Return the paths of our keys with this name, in any section."""
+    return [path for path in hints_of(Config) if path.rpartition(".")[2] == key]
 
 
 def _suggestion(key: str, parent: str, hints: dict[str, Any]) -> str:
-    if key in ABSENT and not any(path.rpartition(".")[2] == key for path in hints_of(Config)):
+    if key in ABSENT and not _named(key):
         return f"there is no such option: {ABSENT[key]}"
     if parent.startswith("data.train") and key in _OF_ALL_SOURCES:
         return (
@@ -203,8 +207,7 @@ def _suggestion(key: str, parent: str, hints: dict[str, Any]) -> str:
         return f"did you mean '{parent}.{close[0]}'?" if parent else f"did you mean '{close[0]}'?"
     if key in OURS:
         return f"did you mean {OURS[key]!r}?"
-    elsewhere = [path for path in hints_of(Config) if path.rpartition(".")[2] == key]
-    if elsewhere:
+    if elsewhere := _named(key):
         likely = sorted(elsewhere, key=lambda path: path.startswith("model.tiny."))  # last: no model of a user
         return f"did you mean {' or '.join(map(repr, likely))}?"
     return f"expected one of {', '.join(hints)} in {parent or 'the top level'}"

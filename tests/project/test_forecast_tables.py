@@ -1,22 +1,14 @@
 """Compare the tables of forecasts and simulations in docs/measured.md with the result files."""
 
-import json
 import statistics
-from pathlib import Path
-from typing import Any
 
-from support.tables import document, table
+from support.tables import document, result, table
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 MEASURED = document("measured.md")
 
 
-def _result(name: str) -> Any:
-    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
-
-
 def test_the_tables_of_forecasts_equal_the_result_file() -> None:
-    result = _result("advice.json")
+    measured = result("advice.json")
     kinds = ("plain", "equal_load", "model")
     runs = [
         [
@@ -24,18 +16,16 @@ def test_the_tables_of_forecasts_equal_the_result_file() -> None:
             f"{row['measured']['tokens_per_s']:.0f}",
             *(f"{100 * row[kind]['error']:+.1f} %" for kind in kinds),
         ]
-        for row in result["runs"]
+        for row in measured["runs"]
     ]
     assert [[row[0], row[1], *row[3:6]] for row in table("Forecast against run", MEASURED)] == runs
-    errors = [
-        f"{100 * result['summary'][kind]['error_median']:.1f} % / {100 * result['summary'][kind]['error_worst']:.1f} %"
-        for kind in kinds
-    ]
+    summary = [measured["summary"][kind] for kind in kinds]
+    errors = [f"{100 * row['error_median']:.1f} % / {100 * row['error_worst']:.1f} %" for row in summary]
     assert [row[1] for row in table("Errors of the forecasts", MEASURED)] == errors
 
 
 def test_the_sweep_of_splits_equals_the_result_file() -> None:
-    loads = _result("splits.json")["loads"]
+    loads = result("splits.json")["loads"]
     cells = table("Sweep of splits", MEASURED)
     assert cells == [
         [
@@ -55,16 +45,16 @@ def test_the_sweep_of_splits_equals_the_result_file() -> None:
 
 
 def test_the_published_figures_equal_the_simulations() -> None:
-    result = _result("published.json")
+    simulated = result("published.json")
     names = ("published", "formula", "simulated")
-    rows = [[row["case"], *(f"{row[name]:.2f}" for name in names)] for row in result["staleness"]]
+    rows = [[row["case"], *(f"{row[name]:.2f}" for name in names)] for row in simulated["staleness"]]
     assert table("Published staleness", MEASURED) == rows
-    speeds = [row for part in ("waits", "steps", "depths", "hours") for row in result[part]]
+    speeds = [row for part in ("waits", "steps", "depths", "hours") for row in simulated[part]]
     assert [row[1:] for row in table("Published speeds", MEASURED)] == [
         [row["case"], f"{row['published']:.2f}", f"{row['simulated']:.2f}", "fitted" * row["is_fitted"]]
         for row in speeds
     ]
-    found = result["decoding"]
+    found = simulated["decoding"]
     words = (
         f"({found['tokens_mean']:,} tokens; a decode step takes {found['fixed_ms']:.1f} ms and {found['each_ms']:.2f}"
     )

@@ -1,34 +1,26 @@
 """Compare tables and numbers of the documents with the result files of the benchmarks."""
 
 import itertools
-import json
 import math
 import re
 import statistics
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tables import table
+from support.tables import document, table
+from support.tables import result as _result
 
 from areal_rloo.config import load_config
 from areal_rloo.learner.memory import GIB, estimate
 from areal_rloo.models.sizes import SHIPPED
 
-REPO = Path(__file__).resolve().parents[2]
-RESULTS = REPO / "benchmarks" / "results"
 MEASURED, ALGORITHMS, LEARNER, GPU = (
-    (REPO / "docs" / name).read_text(encoding="utf-8")
-    for name in ("measured.md", "algorithms.md", "learner.md", "gpu.md")
+    document(name) for name in ("measured.md", "algorithms.md", "learner.md", "gpu.md")
 )
 
 
 def _table(title: str, text: str = MEASURED) -> list[list[str]]:
     return table(title, text)
-
-
-def _result(name: str) -> Any:
-    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
@@ -53,14 +45,14 @@ def test_the_baselines_equal_the_result_file(title: str, task: str) -> None:
     measured = {
         (row["preset"], row["staleness"]): row for row in _result("baselines.json")["table"] if row["task"] == task
     }
-    document = (REPO / "docs" / "baselines.md").read_text(encoding="utf-8")
-    cells = _table(title, document)
+    baselines = document("baselines.md")
+    cells = _table(title, baselines)
     assert [int(row[0]) for row in cells] == [0, 1, 2, 8, 16]
     for staleness, *of_presets, seconds in cells:
         rows = [measured[preset, int(staleness)] for preset in ("rloo", "grpo", "reinforce_plus_plus")]
         assert of_presets == [f"{row['final_mean']:.3f} ± {row['final_interval']:.3f}" for row in rows]
         assert seconds == f"{min(row['core_s'] for row in rows):.0f} to {max(row['core_s'] for row in rows):.0f}"
-    assert f"from an accuracy of {rows[0]['start']:.3f}" in document
+    assert f"from an accuracy of {rows[0]['start']:.3f}" in baselines
 
 
 @pytest.mark.parametrize(

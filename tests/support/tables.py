@@ -1,14 +1,21 @@
-"""Tables of the documents."""
+"""Tables of the documents, and the result files that they show."""
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
-_DOCS = Path(__file__).resolve().parents[2] / "docs"
+_REPO = Path(__file__).resolve().parents[2]
 
 
 def document(name: str) -> str:
     """Return the text of a page of docs/."""
-    return (_DOCS / name).read_text(encoding="utf-8")
+    return (_REPO / "docs" / name).read_text(encoding="utf-8")
+
+
+def result(name: str) -> Any:
+    """Return a result file of the benchmarks."""
+    return json.loads((_REPO / "benchmarks" / "results" / name).read_text(encoding="utf-8"))
 
 
 def table(title: str, text: str) -> list[list[str]]:
