@@ -103,9 +103,10 @@ def merged(loads: Sequence[Load], records: Sequence[Sequence[TrainRecord]]) -> L
 
 
 def _of_ranks(loads: Sequence[Load]) -> tuple[float, float]:
-    """Return the seconds of a token for a rank alone, and the seconds of several ranks beyond their share of these.
+    """Return the seconds in which one rank trains on a token, and the extra seconds of a token with several ranks.
 
-    Without runs of both kinds, only the sum is known, and all of it counts as the time of a rank.
+    Several ranks share the first time, and exchange gradients in the second. Without runs of both kinds, only the sum
+    is known, and all of it counts as the first.
     """
     alone = [load.speeds.train_token_s for load in loads if load.num_ranks == 1]
     several = [load for load in loads if load.num_ranks > 1]
