@@ -3,7 +3,7 @@
     python -m benchmarks.answers [--output benchmarks/results/answers.json]
 
 A real intake grants leases to a worker in another process. The answers come over a socket file, a group per message,
-as many at a time without acknowledgement as from a real worker.
+two at a time without acknowledgement, as full messages of a real worker.
 The intake's time is that of its thread: sockets, decoding with every check of the codec, ledger, buffer, a new lease
 for each answer, and replies; but no tokenizer. In every other intake, the check of each message in `intake/lies.py` is
 timed where it happens, with caches as warm as they are there. (The difference between intakes with and without checks

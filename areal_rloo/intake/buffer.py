@@ -20,7 +20,7 @@ from areal_rloo.intake.queues import GroupQueue
 from areal_rloo.telemetry import trace
 from areal_rloo.trajectory import Group
 
-_FREED = 4  # samples for each new one
+_FREED = 2  # samples for each new one
 
 
 class Buffer:

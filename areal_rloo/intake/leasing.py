@@ -27,7 +27,7 @@ from areal_rloo.wire.turns import oldest_version
 
 logger = get_logger(__name__)
 
-_MOST_GRANTED = 1024  # samples at once: all leases for the next step of 64 workers would hold up the loop for 20 ms
+_MOST_GRANTED = 256  # samples at once: all leases for the next step of 64 workers would hold up the loop for 60 ms
 
 
 @dataclass(slots=True, kw_only=True)

@@ -39,7 +39,9 @@ T = TypeVar("T")
 
 _WAIT_LOG_S = 30.0
 _DUTY_S = 8e-6  # of the loop for a duty in the first Hello of a process
-_LOOK_S, _MOST_LOOKS = 0.001, 10  # messages come before the next leases of a large step, for a while
+_MOST_REPLIES = 32  # sent together: each alone would wake the thread that sends
+_REPLY_S = 20e-6  # of the loop, to send one
+_LOOK_S, _MOST_WAIT_S = 0.001, 0.004  # messages come before the next leases of a large step, for a while
 _TICKS_PER_HEARTBEAT = 4
 _LONGEST_TICK_S = 0.25  # a dead worker's samples go elsewhere two heartbeats and a second after the death
 
@@ -211,16 +213,22 @@ class IntakeService:
             self._changed.set()
 
     async def _serve(self) -> None:
+        replies: list[Outgoing] = []
         while True:
             peer, message = await self.channel.receive()
             for lost in self.channel.disconnected_by_now():  # before the Hello of the next process of a worker
                 self._intake.disconnected(lost, time.monotonic())
             was_met = self.fleet.name_of(peer) is not None
-            self._apply(self._intake.handle(peer, message, time.monotonic()))
-            work_s = self.channel.laps.lap_s()
+            answers = self._intake.handle(peer, message, time.monotonic())
+            work_s = self.channel.laps.lap_s() + _REPLY_S * len(answers)
             if isinstance(message, Hello) and not was_met and self.fleet.name_of(peer) is not None:
                 work_s = _DUTY_S * len(message.duties)  # the first leases are the learner's own wish
             self.channel.charge(peer, work_s)
+            replies += answers
+            if len(replies) >= _MOST_REPLIES or not self.channel.has_more:
+                self._apply(replies)
+                replies.clear()
+                self.channel.laps.begin()
             if isinstance(message, Goodbye):
                 self.channel.departed(peer)
 
@@ -238,9 +246,10 @@ class IntakeService:
         while True:
             await self._owed.wait()
             self._owed.clear()
-            for _ in range(_MOST_LOOKS):
+            ends_s = time.monotonic() + _MOST_WAIT_S
+            while True:
                 await asyncio.sleep(_LOOK_S)
-                if self.channel.is_idle:
+                if self.channel.is_idle or time.monotonic() >= ends_s:
                     break
             self._apply(self._intake.grants())
 

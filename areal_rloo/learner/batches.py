@@ -67,7 +67,7 @@ class _Batch(msgspec.Struct, frozen=True):
 
     groups: Annotated[tuple[_GroupHeader, ...], Meta(min_length=1)]
     headers: tuple[TrajectoryHeader, ...]
-    columns: tuple[bytes, ...]
+    columns: bytes
 
 
 def software(device: str) -> dict[str, str]:
@@ -164,7 +164,7 @@ def encode_batch(batch: Sequence[Group]) -> bytes:
     groups = tuple(
         _GroupHeader(g.group_id, g.deadline, g.source, g.epoch, g.item_index, len(g.trajectories)) for g in batch
     )
-    body = msgspec.msgpack.encode(_Batch(groups, headers, tuple(bytes(column) for column in columns)))
+    body = msgspec.msgpack.encode(_Batch(groups, headers, bytes(columns)))
     return _digest(body) + body
 
 

@@ -26,7 +26,7 @@ from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, en
 from areal_rloo.wire.messages import Count, History, Version
 from areal_rloo.wire.turns import decode_turns
 
-_FORMAT = 10
+_FORMAT = 11
 _Sum = Annotated[float, Meta(ge=-1e12, le=1e12)]  # rounding may make a small sum negative
 
 
@@ -59,7 +59,7 @@ class LearnerState(_Format, frozen=True):
     history: Annotated[History, Meta(min_length=1)]  # the learners that led to these weights
     ledger: LedgerState
     headers: tuple[TrajectoryHeader, ...]
-    columns: tuple[bytes, ...]
+    columns: bytes
     stream: PromptStreamState
     totals: Totals
     kl_coefficient: Annotated[float, Meta(ge=0, le=1e300)]
@@ -77,7 +77,7 @@ class Captured(NamedTuple):
     def encoded(self) -> dict[str, Any]:
         """Give the fields of LearnerState; takes time by the tokens, so not on the loop of the intake."""
         headers, columns = encode_columns(self.buffered)
-        encoded = {"headers": headers, "columns": tuple(bytes(column) for column in columns)}
+        encoded = {"headers": headers, "columns": bytes(columns)}
         return {"format": _FORMAT, "ledger": self.ledger, "stream": self.stream, **encoded}
 
 

@@ -32,7 +32,7 @@ from areal_rloo.wire.messages import Duty
 logger = get_logger(__name__)
 
 _BATCH_TRAJECTORIES = 64  # per message: more gain nothing and delay the first
-RESULTS_IN_FLIGHT = 2  # messages not acknowledged; further results wait and leave together, more for a busy learner
+RESULTS_IN_FLIGHT = 2  # messages not acknowledged, the second only if it is full: the busier the learner, the fuller
 _HELLO_EVERY = 2  # heartbeats
 
 
@@ -333,8 +333,11 @@ class WorkerProtocol:
         self._outbox[number] = _Sent(made(number))
 
     def _collect_results(self, learner_id: str) -> None:
-        """Put ready results into the outbox, as many as fit into each message."""
-        while self._ready and self._num_results < RESULTS_IN_FLIGHT:
+        """Put ready results into the outbox, as many as fit into each message.
+
+        As in Nagle's algorithm (RFC 896), results that fill no message wait for the acknowledgement of the last.
+        """
+        while self._ready and (not self._num_results or (self._num_results < RESULTS_IN_FLIGHT and self._is_full())):
             finished: list[wire.Finished] = []
             failed: list[wire.Failed] = []
             duties: list[Duty] = []
@@ -356,6 +359,11 @@ class WorkerProtocol:
                 wire.Results(learner_id, number, tuple(finished), tuple(failed)), tuple(duties)
             )
             self._num_results += 1
+
+    def _is_full(self) -> bool:
+        """Return True if the ready results fill a message: later ones could not leave with them."""
+        num_bytes = sum(num_bytes for num_bytes, _, _ in self._ready)
+        return len(self._ready) >= _BATCH_TRAJECTORIES or num_bytes >= self._max_batch_bytes
 
     def _next_number(self) -> int:
         self._number += 1

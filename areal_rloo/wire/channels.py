@@ -36,7 +36,7 @@ logger = get_logger(__name__)
 
 _HIGH_WATER_MARK = 100_000  # of a worker: messages
 _UNREAD, _UNSENT = 64, 10_000  # messages of a peer in the learner's memory
-_MOST_FRAMES = 6  # of a message: peer, header and four columns
+_MOST_FRAMES = 3  # of a message: peer, header and columns
 _ROUND_FRAMES, _ROUND_S = 2048, 0.005  # read, or of this thread's time, before other tasks have their turn
 _ROUND_EVENTS = 256
 _GATHER_S = 0.002  # from round to round: a round with what follows costs as much as several messages
@@ -135,6 +135,11 @@ class LearnerChannel:
         if isinstance(message, Welcome):
             self._note(peer, self._newcomers.known)
         return True
+
+    @property
+    def has_more(self) -> bool:
+        """True if `receive` returns the next message at once."""
+        return bool(self._inbox)
 
     def charge(self, peer: str, work_s: float) -> None:
         """Charge a peer for work with a message, in seconds of this thread, as `laps` counts them."""

@@ -1,6 +1,6 @@
 """Messages to frames and back. Bytes from outside are checked here, once; the rest of the code trusts messages.
 
-A message is a list of frames: a header in an envelope (`envelope`), and for Results four columns of raw little-endian
+A message is a list of frames: a header in an envelope (`envelope`), and for Results the columns, raw little-endian
 numbers (`columns`).
 """
 
@@ -52,7 +52,7 @@ def encode(message: WorkerMessage | LearnerMessage) -> list[Frame]:
     headers, columns = encode_columns([*chain.from_iterable(each.trajectories for each in message.finished)])
     leases = tuple((each.lease_id, len(each.trajectories)) for each in message.finished)
     header = _ResultsHeader(message.learner_id, message.number, leases, headers, message.failed)
-    return [sealed(_encoder.encode(header), columns), *columns]
+    return [sealed(_encoder.encode(header), columns), columns]
 
 
 def decode_worker(frames: Sequence[Frame], limits: Limits) -> WorkerMessage:
@@ -64,7 +64,9 @@ def decode_worker(frames: Sequence[Frame], limits: Limits) -> WorkerMessage:
     """
     header = _header(frames, limits, WorkerHeader)
     if isinstance(header, _ResultsHeader):
-        trajectories, extremes = decode_columns(header.trajectories, frames[1:], limits)
+        if len(frames) != 2:
+            raise DecodeError(f"results: expected 2 frames, got {len(frames)}")
+        trajectories, extremes = decode_columns(header.trajectories, frames[1], limits)
         num_bytes = 4 * extremes.num_tokens  # equal prompts travel once
         if num_bytes > limits.max_message_bytes:
             raise DecodeError(f"tokens: expected at most {limits.max_message_bytes} bytes in all, got {num_bytes}")
@@ -89,12 +91,13 @@ def _by_duty(leases: Sequence[tuple[int, int]], trajectories: Sequence[Trajector
         raise DecodeError(
             f"results: expected {len(trajectories)} trajectories, at least 1 for each duty, got {shown(leases)}"
         )
-    rest = iter(trajectories)
-    finished = tuple([Finished(lease_id, tuple(islice(rest, num))) for lease_id, num in leases])
-    for lease_id, made in finished:
-        if len(made) > 1 and len({trajectory.sample_id for trajectory in made}) > 1:
+    rest, finished = iter(trajectories), []
+    for lease_id, num in leases:
+        made = tuple(islice(rest, num))
+        if num > 1 and len({trajectory.sample_id for trajectory in made}) > 1:
             raise DecodeError(f"results: expected trajectories of the same sample under lease {lease_id}")
-    return finished
+        finished.append(Finished(lease_id, made))
+    return tuple(finished)
 
 
 def _header(frames: Sequence[Frame], limits: Limits, kind: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A batch of trajectories as columns: four arrays for the whole batch, and a small header for each trajectory.
+"""A batch of trajectories as columns: four arrays for the whole batch, end to end, and a small header for each.
 
     tokens        int32    prompt and completion of the first trajectory, then of the second, ...; of a prompt that
                            equals the one before, as in a group, nothing
@@ -43,6 +43,7 @@ _FINISH_REASONS = frozenset(get_args(FinishReason))
 _MESSAGE_BYTES = 256  # upper bound: a message without the headers and columns
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 _NO_REWARDS = np.zeros(0, dtype=_FLOAT32)
+_ITEM_BYTES = 4  # of each number
 
 MOST_TRAJECTORIES, MOST_TOKENS = 4096, 2**24
 _MOST_SPANS = 2**13  # of a trajectory: 4096 turns
@@ -94,8 +95,8 @@ class Extremes(NamedTuple):
 _header_encoder = msgspec.msgpack.Encoder()
 
 
-def encode_columns(trajectories: Sequence[Trajectory]) -> tuple[tuple[TrajectoryHeader, ...], list[Frame]]:
-    """Encode a checked batch as headers and columns; the columns of an empty batch are empty."""
+def encode_columns(trajectories: Sequence[Trajectory]) -> tuple[tuple[TrajectoryHeader, ...], Frame]:
+    """Encode a checked batch as headers and the bytes of the columns."""
     headers = []
     tokens, logprobs = [], []
     runs: list[int] = []
@@ -103,7 +104,7 @@ def encode_columns(trajectories: Sequence[Trajectory]) -> tuple[tuple[Trajectory
     prompt: Int32Array | None = None
     for trajectory in trajectories:
         completion = trajectory.completion
-        runs_here = version_runs(completion.versions)
+        runs_here = _runs_of_checked(completion.versions)
         before, prompt = prompt, trajectory.prompt_tokens
         repeats = before is not None and (prompt is before or np.array_equal(prompt, before))
         headers.append(_header(trajectory, runs_here, 0 if repeats else len(prompt)))
@@ -113,41 +114,51 @@ def encode_columns(trajectories: Sequence[Trajectory]) -> tuple[tuple[Trajectory
         if trajectory.token_rewards is not None:
             rewards.append(trajectory.token_rewards)
     if not headers:
-        return (), [b"", b"", b"", b""]
-    columns = (
-        np.concatenate(tokens, dtype=_INT32),
-        np.concatenate(logprobs, dtype=_FLOAT32),
-        np.array(runs, dtype=_INT32),
-        np.concatenate(rewards, dtype=_FLOAT32),
-    )
-    return tuple(headers), [column.data.cast("B") for column in columns]
+        return (), b""
+    return tuple(headers), _joined(tokens, logprobs, runs, rewards).data.cast("B")
 
 
-def decode_columns(
-    headers: Headers, frames: Sequence[Frame], limits: Limits
-) -> tuple[tuple[Trajectory, ...], Extremes]:
-    """Decode and check a batch; tokens and logprobs are views of the frames, and equal prompts are the same view.
+def _joined(
+    tokens: list[Int32Array], logprobs: list[Float32Array], runs: list[int], rewards: list[Float32Array]
+) -> Int32Array:
+    """Write the columns into the same array, each part once."""
+    at_logprobs = sum(map(len, tokens))
+    at_runs = at_logprobs + sum(map(len, logprobs))
+    at_rewards = at_runs + len(runs)
+    columns = np.empty(at_rewards + sum(map(len, rewards)), _INT32)
+    floats = columns.view(_FLOAT32)
+    np.concatenate(tokens, out=columns[:at_logprobs])
+    np.concatenate(logprobs, out=floats[at_logprobs:at_runs])
+    columns[at_runs:at_rewards] = runs
+    np.concatenate(rewards, out=floats[at_rewards:])
+    return columns
+
+
+def decode_columns(headers: Headers, columns: Frame, limits: Limits) -> tuple[tuple[Trajectory, ...], Extremes]:
+    """Decode and check a batch; tokens and logprobs are views of the columns, and equal prompts are the same view.
 
     Raises:
-        DecodeError: a column has another size than the headers say, or a value breaks a rule; names the trajectory and
-            the field, the expected and the actual value.
+        DecodeError: the columns have another size than the headers say, or a value breaks a rule; names the trajectory
+            and the field, the expected and the actual value.
     """
     _check_num_trajectories(len(headers), limits)
-    if len(frames) != 4:
-        raise DecodeError(f"trajectory_batch: expected 4 columns, got {len(frames)}")
     for number, header in enumerate(headers):
         _check_header(header, limits, may_repeat=number > 0)
     num_tokens = [header.num_tokens for header in headers]
     sizes = [header.num_prompt_tokens + header.num_tokens for header in headers]
     rewarded = [header for header in headers if header.has_token_rewards]
     num_rewards = [header.num_tokens for header in rewarded]
-    num_runs = sum(header.num_version_runs for header in headers)
-    tokens = _column(frames[0], _INT32, "tokens", sum(sizes))
-    logprobs = _column(frames[1], _FLOAT32, "behaviour_logprobs", sum(num_tokens))
-    runs = _column(frames[2], _INT32, "version_runs", 2 * num_runs).reshape(-1, 2)
-    rewards = _column(frames[3], _FLOAT32, "token_rewards", sum(num_rewards))
+    at_logprobs = sum(sizes)
+    at_runs = at_logprobs + sum(num_tokens)
+    at_rewards = at_runs + 2 * sum([header.num_version_runs for header in headers])
+    num_bytes = _ITEM_BYTES * (at_rewards + sum(num_rewards))
+    if len(columns) != num_bytes:
+        raise DecodeError(f"columns: expected {num_bytes} bytes, as the headers say, got {len(columns)}")
     if not headers:
         return (), Extremes()
+    integers, floats = np.frombuffer(columns, _INT32), np.frombuffer(columns, _FLOAT32)
+    tokens, logprobs, rewards = integers[:at_logprobs], floats[at_logprobs:at_runs], floats[at_rewards:]
+    runs = integers[at_runs:at_rewards].reshape(-1, 2)
     highest = _check_tokens(tokens, headers, sizes)
     _check_logprobs(logprobs, headers, num_tokens)
     _check_token_rewards(rewards, rewarded, num_rewards)
@@ -269,6 +280,13 @@ def version_runs(versions: npt.ArrayLike) -> list[tuple[int, int]]:
     return runs
 
 
+def _runs_of_checked(versions: Int32Array) -> list[tuple[int, int]]:
+    """Return the runs of versions that never decrease: a single one if the last is the first."""
+    if len(versions) and versions[0] == versions[-1]:
+        return [(int(versions[0]), len(versions))]
+    return version_runs(versions)
+
+
 def _vector(field: str, values: npt.ArrayLike, dtype: np.dtype[Any], num: int) -> npt.NDArray[Any]:
     """Return values as an array of shape [num] with this dtype.
 
@@ -285,12 +303,6 @@ def _vector(field: str, values: npt.ArrayLike, dtype: np.dtype[Any], num: int) -
     if dtype == _INT32 and (converted != array).any():
         raise ValueError(f"{field}: expected integers of 32 bits, got {array[(converted != array).argmax()]}")
     return converted
-
-
-def _column(frame: Frame, dtype: np.dtype[Any], field: str, size: int) -> npt.NDArray[Any]:
-    if len(frame) != size * dtype.itemsize:
-        raise DecodeError(f"{field}: expected {size * dtype.itemsize} bytes, as the headers say, got {len(frame)}")
-    return np.frombuffer(frame, dtype)
 
 
 # The rules. `sizes`: the length of each trajectory's part of a column.

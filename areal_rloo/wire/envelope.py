@@ -18,9 +18,9 @@ from areal_rloo.wire.messages import WIRE_VERSION
 _encoder = msgspec.msgpack.Encoder()
 
 
-def sealed(message: bytes, columns: Sequence[Frame] = ()) -> bytes:
-    """Return the first frame of an encoded message; the columns are the other frames."""
-    return _encoder.encode((WIRE_VERSION, (_checksum(message, columns), msgspec.Raw(message))))
+def sealed(message: bytes, *rest: Frame) -> bytes:
+    """Return the first frame of an encoded message with other frames."""
+    return _encoder.encode((WIRE_VERSION, (_checksum(message, rest), msgspec.Raw(message))))
 
 
 def opened(frames: Sequence[Frame]) -> msgspec.Raw:
@@ -45,9 +45,9 @@ def opened(frames: Sequence[Frame]) -> msgspec.Raw:
     return message
 
 
-def _checksum(message: bytes | msgspec.Raw, columns: Sequence[Frame]) -> int:
+def _checksum(message: bytes | msgspec.Raw, rest: Sequence[Frame]) -> int:
     """Return the CRC-32 of all bytes."""
     found = zlib.crc32(message)
-    for column in columns:
-        found = zlib.crc32(column, found)
+    for frame in rest:
+        found = zlib.crc32(frame, found)
     return found

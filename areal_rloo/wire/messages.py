@@ -42,7 +42,7 @@ from msgspec import Meta
 from areal_rloo.trajectory import Item, Purpose, SampleId, Trajectory, purpose_of
 from areal_rloo.wire.columns import MOST_TOKENS, Extremes
 
-WIRE_VERSION = 11
+WIRE_VERSION = 12
 
 # The codec refuses other values: sums of many stay exact, and a peer's text cannot grow without end.
 MOST_COUNT, MOST_SECONDS = 2**53, 1e12

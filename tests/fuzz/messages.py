@@ -37,7 +37,7 @@ def _frames(content: bytes) -> list[bytes]:
         frames.append(content[at : at + length])
         at += length
     first, *rest = *frames, content[at:]
-    return [sealed(first[2:], rest) if first.startswith(_ANY) else first, *rest]
+    return [sealed(first[2:], *rest) if first.startswith(_ANY) else first, *rest]
 
 
 def _try_worker_message(content: bytes) -> None:

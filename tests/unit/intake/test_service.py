@@ -31,7 +31,7 @@ from areal_rloo.weights.shared_memory import SharedMemorySender
 from areal_rloo.wire.channels import LearnerChannel
 from areal_rloo.wire.codec import encode
 from areal_rloo.wire.columns import Limits
-from areal_rloo.wire.messages import Heartbeat, Hello, Work, WorkerMessage
+from areal_rloo.wire.messages import Heartbeat, Hello, LearnerMessage, Work, WorkerMessage
 
 pytestmark = pytest.mark.usefixtures("no_blocked_loop")
 
@@ -333,6 +333,32 @@ def test_queued_messages_do_not_block_the_training_thread(tmp_path: Path) -> Non
     eventually(lambda: num_read() == num, "messages are missing")
     peer.close(0)
     service.close()
+
+
+def test_replies_leave_together_after_all_queued_messages(tmp_path: Path) -> None:
+    class Scripted(LearnerChannel):
+        async def receive(self) -> tuple[str, WorkerMessage]:
+            if not script:
+                await asyncio.sleep(1000.0)
+            events.append("in")
+            return "00", script.pop()
+
+        @property
+        def has_more(self) -> bool:
+            return bool(script)
+
+        def send(self, peer: str, message: LearnerMessage) -> bool:
+            events.append("out")
+            return True
+
+    events: list[str] = []
+    script = [Heartbeat(None, 1, 0, b"", 0, 0, False, Work()) for _ in range(40)]
+    broadcaster = make_broadcaster(tmp_path)
+    intake, address = make_intake(broadcaster.offers), fresh_address()
+    service = IntakeService(intake, broadcaster, lambda: Scripted.bind(address, limits=Limits()), heartbeat_s=1)
+    eventually(lambda: events.count("out") == 40, "replies are missing")
+    service.close()
+    assert events == ["in"] * 32 + ["out"] * 32 + ["in"] * 8 + ["out"] * 8
 
 
 def test_a_hello_that_uses_up_the_data_wakes_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -292,7 +292,7 @@ def test_another_checkpoint_format_is_refused_with_a_remedy(tmp_path: Path, tiny
     (folder / "checksums.json").unlink()
     _seal(folder)
     with pytest.raises(
-        CheckpointError, match="format 2, this version reads 10; resume with the version that wrote the checkpoint"
+        CheckpointError, match="format 2, this version reads 11; resume with the version that wrote the checkpoint"
     ):
         Checkpoints(tmp_path).load_newest()
 

@@ -52,22 +52,40 @@ def _all_results(protocol: WorkerProtocol) -> list[Results]:
     return messages
 
 
+def _sent(protocol: WorkerProtocol) -> list[tuple[int, int]]:
+    """Poll; return the number and the size of each message with results."""
+    messages = [message for message in protocol.poll(0.1, ENGINE) if isinstance(message, Results)]
+    return [(message.number, len(message.finished)) for message in messages]
+
+
 def test_messages_in_flight_are_bounded_and_the_rest_is_batched() -> None:
-    protocol = welcomed(capacity_samples=100)
-    lease = make_lease(1, 1, num=40)
+    protocol = welcomed(capacity_samples=200)
+    lease = make_lease(1, 1, num=140)
     protocol.handle(Leases(LEARNER, (lease,)), ENGINE)
-    sizes, numbers = [], []
+    sent: list[tuple[int, int]] = []
     for duty in lease.duties:
         finish(protocol, duty)
-        for results in protocol.poll(0.1, ENGINE):
-            assert isinstance(results, Results)
-            sizes.append(len(results.finished))
-            numbers.append(results.number)
-    assert sizes == [1, 1]
-    protocol.handle(Ack(numbers[0]), ENGINE)
-    (rest,) = protocol.poll(0.1, ENGINE)
-    assert isinstance(rest, Results)
-    assert len(rest.finished) == 38
+        sent += _sent(protocol)
+    (first, _), (second, _) = sent
+    assert [size for _, size in sent] == [1, 64], "only a full message leaves before the acknowledgement of another"
+    protocol.handle(Ack(first), ENGINE)
+    ((third, size),) = _sent(protocol)
+    assert size == 64
+    protocol.handle(Ack(second), ENGINE)
+    assert _sent(protocol) == [], "11 results fill no message"
+    protocol.handle(Ack(third), ENGINE)
+    assert [size for _, size in _sent(protocol)] == [11]
+
+
+def test_a_message_is_full_by_its_bytes_too() -> None:
+    protocol = welcomed(max_batch_bytes=1000)
+    lease = make_lease(1, 1, num=8)
+    protocol.handle(Leases(LEARNER, (lease,)), ENGINE)
+    sizes = []
+    for duty in lease.duties:
+        finish(protocol, duty, num_bytes=400)
+        sizes += [size for _, size in _sent(protocol)]
+    assert sizes == [1, 2]
 
 
 def test_a_message_keeps_to_the_limit_of_bytes() -> None:
@@ -83,13 +101,13 @@ def test_a_message_keeps_to_the_limit_of_bytes() -> None:
 def test_a_lost_result_is_sent_again_after_the_next_heartbeat(busy: bool) -> None:
     """Also if the worker goes on sending: no silence is needed."""
     protocol = welcomed(capacity_samples=100)
-    lease = make_lease(1, 1, num=10)
+    lease = make_lease(1, 1, num=80)
     protocol.handle(Leases(LEARNER, (lease,)), ENGINE)
     protocol.fail(Failed(*lease.duties[0], "reward_error", "no", "", 3), 100)
     (lost,) = of_kind(protocol.poll(0.1, ENGINE), Results)
     beat = next_beat(protocol, 1.0)
     if busy:
-        finish(protocol, *lease.duties[1:4])
+        finish(protocol, *lease.duties[1:65])
         (later,) = of_kind(protocol.poll(1.05, ENGINE), Results)
     protocol.handle(reply_to(beat, newest_lease=1), ENGINE)
     assert protocol.poll(1.1, ENGINE) == [lost], "messages sent after the heartbeat may still be on their way"

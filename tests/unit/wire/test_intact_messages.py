@@ -27,7 +27,7 @@ def _results() -> list[bytes]:
     return [bytes(frame) for frame in encode(Results("learner", 1, (Finished(3, (made,)),), (failed,)))]
 
 
-@given(st.integers(0, 4), st.integers(0, 10**6), st.integers(1, 255))
+@given(st.integers(0, 1), st.integers(0, 10**6), st.integers(1, 255))
 def test_a_byte_that_changes_on_the_way_is_noticed(number: int, place: int, flip: int) -> None:
     """Another spelling of the same checksum is none of the changes that matter."""
     sent = _results()
