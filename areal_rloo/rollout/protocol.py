@@ -259,12 +259,12 @@ class WorkerProtocol:
             if self._call is not None and self._receiving is None:
                 messages.append(wire.WeightsReady(self.learner_id, self._call))
                 self._call = None
-            self._collect_results(self.learner_id)
+            self._collect_results(self.learner_id, at_once=bool(self._partials))
             for kept in self._outbox.values():
                 if kept.mark is None:
                     kept.mark = self._number
                     messages.append(kept.message)
-            messages += self._partials  # after the results: a sample has either
+            messages += self._partials  # after all results: a sample has either
             self._partials.clear()
         if now_s >= self._heartbeat_due_s:
             self._heartbeat_due_s = now_s + self._heartbeat_s
@@ -332,12 +332,12 @@ class WorkerProtocol:
         number = self._next_number()
         self._outbox[number] = _Sent(made(number))
 
-    def _collect_results(self, learner_id: str) -> None:
-        """Put ready results into the outbox, as many as fit into each message.
+    def _collect_results(self, learner_id: str, *, at_once: bool) -> None:
+        """Put ready results into the outbox, as many as fit into each message: those that may leave, or all `at_once`.
 
         As in Nagle's algorithm (RFC 896), results that fill no message wait for the acknowledgement of the last.
         """
-        while self._ready and (not self._num_results or (self._num_results < RESULTS_IN_FLIGHT and self._is_full())):
+        while self._ready and (at_once or not self._num_results or self._may_send_another()):
             finished: list[wire.Finished] = []
             failed: list[wire.Failed] = []
             duties: list[Duty] = []
@@ -360,10 +360,11 @@ class WorkerProtocol:
             )
             self._num_results += 1
 
-    def _is_full(self) -> bool:
-        """Return True if the ready results fill a message: later ones could not leave with them."""
+    def _may_send_another(self) -> bool:
+        """Return True if few messages are in flight, and the ready results fill one: later ones could not leave too."""
         num_bytes = sum(num_bytes for num_bytes, _, _ in self._ready)
-        return len(self._ready) >= _BATCH_TRAJECTORIES or num_bytes >= self._max_batch_bytes
+        is_full = len(self._ready) >= _BATCH_TRAJECTORIES or num_bytes >= self._max_batch_bytes
+        return is_full and self._num_results < RESULTS_IN_FLIGHT
 
     def _next_number(self) -> int:
         self._number += 1

@@ -21,6 +21,8 @@ from areal_rloo.wire.messages import (
     Failed,
     Hello,
     Leases,
+    Partials,
+    PartialsCall,
     Results,
     digest,
 )
@@ -75,6 +77,22 @@ def test_messages_in_flight_are_bounded_and_the_rest_is_batched() -> None:
     assert _sent(protocol) == [], "11 results fill no message"
     protocol.handle(Ack(third), ENGINE)
     assert [size for _, size in _sent(protocol)] == [11]
+
+
+def test_all_results_leave_before_partial_rollouts() -> None:
+    """Else finished samples would be generated again, after a stop of this worker or a resume of the run."""
+    protocol = welcomed(capacity_samples=8)
+    lease = make_lease(1, 1, num=8)
+    protocol.handle(Leases(LEARNER, (lease,)), ENGINE)
+    for duty in lease.duties[:4]:
+        finish(protocol, duty)
+        sent = _sent(protocol)
+    assert sent == [], "three results wait"
+    protocol.handle(PartialsCall(LEARNER, 1), ENGINE)
+    protocol.tell_partials({lease.duties[4]: b"turns"})
+    results, partials = protocol.poll(0.1, ENGINE)
+    assert isinstance(results, Results) and len(results.finished) == 3
+    assert isinstance(partials, Partials)
 
 
 def test_a_message_is_full_by_its_bytes_too() -> None:
