@@ -27,7 +27,7 @@ from areal_rloo.telemetry.watchdog import Watchdog
 from areal_rloo.trajectory import Group
 from areal_rloo.waiting import fault_of
 from areal_rloo.wire.channels import LearnerChannel
-from areal_rloo.wire.messages import Goodbye, Hello, History, LearnerMessage, WeightsCall, WeightsNotice
+from areal_rloo.wire.messages import Goodbye, Hello, History, LearnerMessage, Leases, WeightsCall, WeightsNotice
 
 if TYPE_CHECKING:  # imports torch
     from torch import Tensor
@@ -221,15 +221,18 @@ class IntakeService:
             was_met = self.fleet.name_of(peer) is not None
             answers = self._intake.handle(peer, message, time.monotonic())
             work_s = self.channel.laps.lap_s() + _REPLY_S * len(answers)
+            replies += answers
+            is_goodbye = isinstance(message, Goodbye)  # a Welcome that leaves later would make the peer known again
+            has_leases = any(isinstance(answer.message, Leases) for answer in answers)  # long to encode
+            if len(replies) >= _MOST_REPLIES or is_goodbye or has_leases or not self.channel.has_more:
+                self._apply(replies)
+                replies.clear()
+                sending_s = self.channel.laps.lap_s()
+                work_s += sending_s if has_leases else 0.0
             if isinstance(message, Hello) and not was_met and self.fleet.name_of(peer) is not None:
                 work_s = _DUTY_S * len(message.duties)  # the first leases are the learner's own wish
             self.channel.charge(peer, work_s)
-            replies += answers
-            if len(replies) >= _MOST_REPLIES or not self.channel.has_more:
-                self._apply(replies)
-                replies.clear()
-                self.channel.laps.begin()
-            if isinstance(message, Goodbye):
+            if is_goodbye:
                 self.channel.departed(peer)
 
     async def _notice_lost_connections(self) -> None:

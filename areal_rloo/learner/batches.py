@@ -30,7 +30,7 @@ from areal_rloo.files import open_regular, read_regular, write_atomically
 from areal_rloo.intake.saved_ledger import Deadline
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Group
-from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, encode_columns
+from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, encode_columns, in_pieces, of_pieces
 from areal_rloo.wire.messages import Count, GroupId
 
 logger = get_logger(__name__)
@@ -67,7 +67,7 @@ class _Batch(msgspec.Struct, frozen=True):
 
     groups: Annotated[tuple[_GroupHeader, ...], Meta(min_length=1)]
     headers: tuple[TrajectoryHeader, ...]
-    columns: bytes
+    columns: tuple[bytes, ...]  # pieces
 
 
 def software(device: str) -> dict[str, str]:
@@ -164,7 +164,7 @@ def encode_batch(batch: Sequence[Group]) -> bytes:
     groups = tuple(
         _GroupHeader(g.group_id, g.deadline, g.source, g.epoch, g.item_index, len(g.trajectories)) for g in batch
     )
-    body = msgspec.msgpack.encode(_Batch(groups, headers, bytes(columns)))
+    body = msgspec.msgpack.encode(_Batch(groups, headers, in_pieces(columns)))
     return _digest(body) + body
 
 
@@ -177,7 +177,7 @@ def read_batch(path: Path) -> list[Group]:
             raise DataError(f"{path}: the batch is damaged: another checksum; replay from a later checkpoint")
         batch = from_msgpack(content[_DIGEST_BYTES:], _Batch)
         limits = Limits(max_trajectories=len(batch.headers))
-        decoded, _ = decode_columns(batch.headers, batch.columns, limits)
+        decoded, _ = decode_columns(batch.headers, of_pieces(batch.columns), limits)
         trajectories = iter(decoded)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error

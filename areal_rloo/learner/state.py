@@ -22,7 +22,7 @@ from areal_rloo.intake.prompts import PromptStream, PromptStreamState
 from areal_rloo.intake.saved_ledger import LedgerState, by_sample, ledger_of, ledger_state
 from areal_rloo.learner.stretches import STATE_NAME
 from areal_rloo.trajectory import SampleId, Trajectory
-from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, encode_columns
+from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, encode_columns, in_pieces, of_pieces
 from areal_rloo.wire.messages import Count, History, Version
 from areal_rloo.wire.turns import decode_turns
 
@@ -59,7 +59,7 @@ class LearnerState(_Format, frozen=True):
     history: Annotated[History, Meta(min_length=1)]  # the learners that led to these weights
     ledger: LedgerState
     headers: tuple[TrajectoryHeader, ...]
-    columns: bytes
+    columns: tuple[bytes, ...]  # pieces
     stream: PromptStreamState
     totals: Totals
     kl_coefficient: Annotated[float, Meta(ge=0, le=1e300)]
@@ -77,7 +77,7 @@ class Captured(NamedTuple):
     def encoded(self) -> dict[str, Any]:
         """Give the fields of LearnerState; takes time by the tokens, so not on the loop of the intake."""
         headers, columns = encode_columns(self.buffered)
-        encoded = {"headers": headers, "columns": bytes(columns)}
+        encoded = {"headers": headers, "columns": in_pieces(columns)}
         return {"format": _FORMAT, "ledger": self.ledger, "stream": self.stream, **encoded}
 
 
@@ -118,7 +118,8 @@ def decode_state(encoded: bytes, folder: Path) -> LearnerState:
 
 
 def _trajectories(state: LearnerState) -> tuple[Trajectory, ...]:
-    trajectories, _ = decode_columns(state.headers, state.columns, Limits(max_trajectories=len(state.headers)))
+    limits = Limits(max_trajectories=len(state.headers))
+    trajectories, _ = decode_columns(state.headers, of_pieces(state.columns), limits)
     return trajectories
 
 

@@ -362,9 +362,15 @@ class WorkerProtocol:
 
     def _may_send_another(self) -> bool:
         """Return True if few messages are in flight, and the ready results fill one: later ones could not leave too."""
-        num_bytes = sum(num_bytes for num_bytes, _, _ in self._ready)
-        is_full = len(self._ready) >= _BATCH_TRAJECTORIES or num_bytes >= self._max_batch_bytes
-        return is_full and self._num_results < RESULTS_IN_FLIGHT
+        if self._num_results >= RESULTS_IN_FLIGHT:
+            return False
+        num_bytes = num_trajectories = 0
+        for size, _, result in self._ready:  # up to the first message: many may wait, and each new one asks
+            num_bytes += size
+            num_trajectories += len(result.trajectories) if isinstance(result, wire.Finished) else 0
+            if num_bytes >= self._max_batch_bytes or num_trajectories >= _BATCH_TRAJECTORIES:
+                return True
+        return len(self._ready) >= _BATCH_TRAJECTORIES  # failures, too
 
     def _next_number(self) -> int:
         self._number += 1

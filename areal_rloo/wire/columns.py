@@ -44,6 +44,7 @@ _MESSAGE_BYTES = 256  # upper bound: a message without the headers and columns
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 _NO_REWARDS = np.zeros(0, dtype=_FLOAT32)
 _ITEM_BYTES = 4  # of each number
+_PIECE_BYTES = 2**30
 
 MOST_TRAJECTORIES, MOST_TOKENS = 4096, 2**24
 _MOST_SPANS = 2**13  # of a trajectory: 4096 turns
@@ -132,6 +133,16 @@ def _joined(
     columns[at_runs:at_rewards] = runs
     np.concatenate(rewards, out=floats[at_rewards:])
     return columns
+
+
+def in_pieces(columns: Frame) -> tuple[bytes, ...]:
+    """Cut columns for a file: msgpack has no longer bytes than 4 GiB, and a checkpoint may have more."""
+    return tuple(bytes(columns[at : at + _PIECE_BYTES]) for at in range(0, len(columns), _PIECE_BYTES))
+
+
+def of_pieces(pieces: Sequence[bytes]) -> bytes:
+    """Put the columns of a file together again."""
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def decode_columns(headers: Headers, columns: Frame, limits: Limits) -> tuple[tuple[Trajectory, ...], Extremes]:
@@ -280,8 +291,9 @@ def version_runs(versions: npt.ArrayLike) -> list[tuple[int, int]]:
     return runs
 
 
-def _runs_of_checked(versions: Int32Array) -> list[tuple[int, int]]:
+def _runs_of_checked(versions: npt.ArrayLike) -> list[tuple[int, int]]:
     """Return the runs of versions that never decrease: a single one if the last is the first."""
+    versions = np.asarray(versions)  # an episode may give any array
     if len(versions) and versions[0] == versions[-1]:
         return [(int(versions[0]), len(versions))]
     return version_runs(versions)

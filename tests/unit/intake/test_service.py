@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -31,7 +30,7 @@ from areal_rloo.weights.shared_memory import SharedMemorySender
 from areal_rloo.wire.channels import LearnerChannel
 from areal_rloo.wire.codec import encode
 from areal_rloo.wire.columns import Limits
-from areal_rloo.wire.messages import Heartbeat, Hello, LearnerMessage, Work, WorkerMessage
+from areal_rloo.wire.messages import Heartbeat, Hello, Work
 
 pytestmark = pytest.mark.usefixtures("no_blocked_loop")
 
@@ -135,39 +134,6 @@ def test_a_drain_ends_the_wait_for_shared_memory(tmp_path: Path) -> None:
     assert service.take_batch() is None
     assert intake._policy_version == 1, "a checkpoint of this version has the step"
     service.close()
-
-
-def test_a_process_is_charged_for_all_its_hellos_but_the_first(tmp_path: Path) -> None:
-    """Each looks for leases; those after the first Hello, and a long look for them, are the learner's own wish."""
-
-    class Scripted(LearnerChannel):
-        async def receive(self) -> tuple[str, WorkerMessage]:
-            if not script:
-                await asyncio.sleep(1000.0)
-            return script.pop(0)
-
-        def charge(self, peer: str, work_s: float) -> None:
-            charged.append((peer, work_s))
-
-    class Slow(Intake):
-        def grants(self) -> list[Outgoing]:
-            ends_s = time.thread_time() + 0.01
-            while time.thread_time() < ends_s:
-                pass
-            return super().grants()
-
-    def hello(worker_id: str) -> Hello:
-        return Hello(worker_id, "1", 4, 0, None, 1, 0, (), Work())
-
-    charged: list[tuple[str, float]] = []
-    script: list[tuple[str, WorkerMessage]] = [("00", hello("w")), ("00", hello("w")), ("01", hello("w"))]
-    broadcaster = make_broadcaster(tmp_path)
-    intake = make_intake(broadcaster.offers)
-    intake.__class__ = Slow
-    service = IntakeService(intake, broadcaster, lambda: Scripted.bind(fresh_address(), limits=Limits()), heartbeat_s=1)
-    eventually(lambda: len(charged) == 3, "the messages are not handled")
-    service.close()
-    assert [(peer, work_s >= 0.01) for peer, work_s in charged] == [("00", False), ("00", True), ("01", True)]
 
 
 @pytest.mark.parametrize("error", [None, asyncio.CancelledError()])
@@ -333,32 +299,6 @@ def test_queued_messages_do_not_block_the_training_thread(tmp_path: Path) -> Non
     eventually(lambda: num_read() == num, "messages are missing")
     peer.close(0)
     service.close()
-
-
-def test_replies_leave_together_after_all_queued_messages(tmp_path: Path) -> None:
-    class Scripted(LearnerChannel):
-        async def receive(self) -> tuple[str, WorkerMessage]:
-            if not script:
-                await asyncio.sleep(1000.0)
-            events.append("in")
-            return "00", script.pop()
-
-        @property
-        def has_more(self) -> bool:
-            return bool(script)
-
-        def send(self, peer: str, message: LearnerMessage) -> bool:
-            events.append("out")
-            return True
-
-    events: list[str] = []
-    script = [Heartbeat(None, 1, 0, b"", 0, 0, False, Work()) for _ in range(40)]
-    broadcaster = make_broadcaster(tmp_path)
-    intake, address = make_intake(broadcaster.offers), fresh_address()
-    service = IntakeService(intake, broadcaster, lambda: Scripted.bind(address, limits=Limits()), heartbeat_s=1)
-    eventually(lambda: events.count("out") == 40, "replies are missing")
-    service.close()
-    assert events == ["in"] * 32 + ["out"] * 32 + ["in"] * 8 + ["out"] * 8
 
 
 def test_a_hello_that_uses_up_the_data_wakes_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

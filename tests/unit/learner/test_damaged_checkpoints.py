@@ -217,9 +217,9 @@ def admitted_after(version: int, **fields: int) -> Callable[[dict[str, Any]], No
 def with_tokens_of_version(version: int) -> Callable[[dict[str, Any]], None]:
     def change(state: dict[str, Any]) -> None:
         counts = np.array([header[4:7] for header in state["headers"]])  # tokens of prompts, tokens, version runs
-        columns = np.frombuffer(state["columns"], "<i4").copy()
+        columns = np.frombuffer(b"".join(state["columns"]), "<i4").copy()
         columns[(counts @ [1, 2, 2]).sum() - 2] = version  # of the last run
-        state["columns"] = columns.tobytes()
+        state["columns"] = [columns.tobytes()]
 
     return change
 

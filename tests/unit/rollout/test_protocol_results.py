@@ -106,6 +106,29 @@ def test_a_message_is_full_by_its_bytes_too() -> None:
     assert sizes == [1, 2]
 
 
+def test_a_message_is_full_by_its_trajectories_too() -> None:
+    protocol = welcomed(capacity_samples=100)
+    lease = make_lease(1, 1, num=20)
+    protocol.handle(Leases(LEARNER, (lease,)), ENGINE)
+    sizes = []
+    for duty in lease.duties:
+        protocol.finish(duty, [make_trajectory(duty)] * 8, 100)
+        sizes += [size for _, size in _sent(protocol)]
+    assert sizes == [1, 8]
+
+
+def test_a_full_message_of_failures_leaves_too() -> None:
+    protocol = welcomed(capacity_samples=100)
+    lease = make_lease(1, 1, num=80)
+    protocol.handle(Leases(LEARNER, (lease,)), ENGINE)
+    finish(protocol, lease.duties[0])
+    assert len(_sent(protocol)) == 1
+    for duty in lease.duties[1:65]:
+        assert _sent(protocol) == []
+        protocol.fail(Failed(*duty, "reward_error", "no", "", 3), 100)
+    assert len(_sent(protocol)) == 1
+
+
 def test_a_message_keeps_to_the_limit_of_bytes() -> None:
     protocol = welcomed(max_batch_bytes=1000)
     lease = make_lease(1, 1, num=8)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from areal_rloo.errors import DecodeError
 from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.wire.codec import decode_worker, encode
-from areal_rloo.wire.columns import Limits, check_trajectories
+from areal_rloo.wire.columns import Limits, check_trajectories, decode_columns, encode_columns, in_pieces, of_pieces
 from areal_rloo.wire.messages import Finished, Results
 
 LIMITS = Limits(max_message_bytes=2**20, max_trajectories=3, max_tokens=6)
@@ -224,3 +224,38 @@ def test_a_batch_that_is_too_large_or_too_long_is_refused() -> None:
     assert _accepted([VALID], small)
     assert _decoded([answer], small) is None
     assert not _accepted([answer], small)
+
+
+class _ArrayOfALibrary:
+    """Becomes an array of numpy, and has no other way to its values."""
+
+    def __init__(self, values: list[int]) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self._values)
+
+
+@pytest.mark.parametrize("kind", [_ArrayOfALibrary, list, tuple, np.array])
+@pytest.mark.parametrize("versions", [[3, 3], [3, 4]])
+def test_versions_that_the_check_allows_can_be_encoded(kind: Callable[[list[int]], Any], versions: list[int]) -> None:
+    """An episode may be the user's code; an error while a message is encoded would end the worker."""
+    numbers = np.array([1, 2], np.int32)
+    completion = Completion(numbers, -np.ones(2, np.float32), kind(versions), "stop")
+    given = Trajectory(1, 0, numbers, completion, 1.0)
+    check_trajectories([given], LIMITS)
+    (decoded,), _ = decode_columns(*encode_columns([given]), LIMITS)
+    assert decoded.completion.versions.tolist() == versions
+
+
+@pytest.mark.parametrize(("size", "sizes"), [(0, []), (4, [4]), (8, [8]), (9, [8, 1]), (24, [8, 8, 8])])
+def test_the_columns_of_a_file_are_in_pieces(monkeypatch: pytest.MonkeyPatch, size: int, sizes: list[int]) -> None:
+    """msgpack cannot encode 4 GiB as a single value."""
+    monkeypatch.setattr("areal_rloo.wire.columns._PIECE_BYTES", 8)
+    columns = bytes(range(size))
+    pieces = in_pieces(memoryview(columns))
+    assert [len(piece) for piece in pieces] == sizes
+    assert of_pieces(pieces) == columns
