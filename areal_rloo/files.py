@@ -14,7 +14,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -24,6 +24,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 _MEMORY = Path("/dev/shm")
 _PREFIX = "areal_rloo-"
 _LOCK = "lock"
+_PIECE_BYTES = 2**30
 _REMOVAL_S = 10.0  # a removal takes milliseconds
 MOST_BYTES = 64 * 2**20  # of a file that describes others: far more than the index of the largest model
 
@@ -287,3 +288,13 @@ def _opened(path: Path | str, flags: int, folder: int | None = None) -> Iterator
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def in_pieces(content: bytes | memoryview) -> tuple[bytes, ...]:
+    """Cut bytes for a file: msgpack has no longer bytes than 4 GiB, and a checkpoint may have more."""
+    return tuple(bytes(content[at : at + _PIECE_BYTES]) for at in range(0, len(content), _PIECE_BYTES))
+
+
+def of_pieces(pieces: Sequence[bytes]) -> bytes:
+    """Put the bytes of a file together again."""
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)

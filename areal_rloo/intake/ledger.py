@@ -60,10 +60,7 @@ class Sample:
 
     def grant(self, lease_id: int) -> Grant | None:
         """Return a lease of this sample; None if the sample never had the lease, or had it too long ago."""
-        for grant in self.leases:  # a loop, not a generator: for every result
-            if grant.lease_id == lease_id:
-                return grant
-        return None
+        return next((grant for grant in self.leases if grant.lease_id == lease_id), None)
 
     def remembers(self, lease_id: int) -> bool:
         """Return True if `grant` would know this lease: no older lease of the sample is forgotten."""

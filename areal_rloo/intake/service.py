@@ -227,8 +227,7 @@ class IntakeService:
             if len(replies) >= _MOST_REPLIES or is_goodbye or has_leases or not self.channel.has_more:
                 self._apply(replies)
                 replies.clear()
-                sending_s = self.channel.laps.lap_s()
-                work_s += sending_s if has_leases else 0.0
+                work_s += self.channel.laps.lap_s() * has_leases
             if isinstance(message, Hello) and not was_met and self.fleet.name_of(peer) is not None:
                 work_s = _DUTY_S * len(message.duties)  # the first leases are the learner's own wish
             self.channel.charge(peer, work_s)
@@ -250,10 +249,9 @@ class IntakeService:
             await self._owed.wait()
             self._owed.clear()
             ends_s = time.monotonic() + _MOST_WAIT_S
-            while True:
+            await asyncio.sleep(_LOOK_S)
+            while not self.channel.is_idle and time.monotonic() < ends_s:  # noqa: ASYNC110 - looks at the time, too
                 await asyncio.sleep(_LOOK_S)
-                if self.channel.is_idle or time.monotonic() >= ends_s:
-                    break
             self._apply(self._intake.grants())
 
     def _apply(self, messages: Sequence[Outgoing], *, wakes: bool = True) -> None:

@@ -26,11 +26,11 @@ from msgspec import Meta
 
 from areal_rloo.decoding import from_json, from_msgpack
 from areal_rloo.errors import DataError, DecodeError
-from areal_rloo.files import open_regular, read_regular, write_atomically
+from areal_rloo.files import in_pieces, of_pieces, open_regular, read_regular, write_atomically
 from areal_rloo.intake.saved_ledger import Deadline
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Group
-from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, encode_columns, in_pieces, of_pieces
+from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, encode_columns
 from areal_rloo.wire.messages import Count, GroupId
 
 logger = get_logger(__name__)

@@ -17,12 +17,13 @@ from msgspec import Meta
 
 from areal_rloo.decoding import from_msgpack
 from areal_rloo.errors import CheckpointError, DecodeError
+from areal_rloo.files import in_pieces, of_pieces
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream, PromptStreamState
 from areal_rloo.intake.saved_ledger import LedgerState, by_sample, ledger_of, ledger_state
 from areal_rloo.learner.stretches import STATE_NAME
 from areal_rloo.trajectory import SampleId, Trajectory
-from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, encode_columns, in_pieces, of_pieces
+from areal_rloo.wire.columns import Limits, TrajectoryHeader, decode_columns, encode_columns
 from areal_rloo.wire.messages import Count, History, Version
 from areal_rloo.wire.turns import decode_turns
 

@@ -27,13 +27,7 @@ from msgspec import Meta
 from areal_rloo.decoding import from_msgpack
 from areal_rloo.errors import DecodeError, shown
 from areal_rloo.trajectory import MOST_REWARD, Completion, FinishReason, Trajectory, is_reward
-from areal_rloo.wire.token_rules import (
-    Broken,
-    broken_by_logprobs,
-    check_version_runs,
-    first_wrong,
-    highest_token,
-)
+from areal_rloo.wire import token_rules as rules
 
 Frame = bytes | memoryview
 Int32Array = npt.NDArray[np.int32]
@@ -44,7 +38,6 @@ _MESSAGE_BYTES = 256  # upper bound: a message without the headers and columns
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 _NO_REWARDS = np.zeros(0, dtype=_FLOAT32)
 _ITEM_BYTES = 4  # of each number
-_PIECE_BYTES = 2**30
 
 MOST_TRAJECTORIES, MOST_TOKENS = 4096, 2**24
 _MOST_SPANS = 2**13  # of a trajectory: 4096 turns
@@ -105,7 +98,7 @@ def encode_columns(trajectories: Sequence[Trajectory]) -> tuple[tuple[Trajectory
     prompt: Int32Array | None = None
     for trajectory in trajectories:
         completion = trajectory.completion
-        runs_here = _runs_of_checked(completion.versions)
+        runs_here = rules.runs_of_checked(completion.versions)
         before, prompt = prompt, trajectory.prompt_tokens
         repeats = before is not None and (prompt is before or np.array_equal(prompt, before))
         headers.append(_header(trajectory, runs_here, 0 if repeats else len(prompt)))
@@ -133,16 +126,6 @@ def _joined(
     columns[at_runs:at_rewards] = runs
     np.concatenate(rewards, out=floats[at_rewards:])
     return columns
-
-
-def in_pieces(columns: Frame) -> tuple[bytes, ...]:
-    """Cut columns for a file: msgpack has no longer bytes than 4 GiB, and a checkpoint may have more."""
-    return tuple(bytes(columns[at : at + _PIECE_BYTES]) for at in range(0, len(columns), _PIECE_BYTES))
-
-
-def of_pieces(pieces: Sequence[bytes]) -> bytes:
-    """Put the columns of a file together again."""
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def decode_columns(headers: Headers, columns: Frame, limits: Limits) -> tuple[tuple[Trajectory, ...], Extremes]:
@@ -236,13 +219,13 @@ def check_trajectories(trajectories: Sequence[Trajectory], limits: Limits) -> in
         completion = trajectory.completion
         try:
             num = len(completion.tokens)
-            prompt = _vector("prompt_tokens", trajectory.prompt_tokens, _INT32, len(trajectory.prompt_tokens))
-            tokens = _vector("tokens", completion.tokens, _INT32, num)
-            logprobs = _vector("behaviour_logprobs", completion.behaviour_logprobs, _FLOAT32, num)
-            runs = version_runs(_vector("versions", completion.versions, _INT32, num))
+            prompt = rules.vector("prompt_tokens", trajectory.prompt_tokens, _INT32, len(trajectory.prompt_tokens))
+            tokens = rules.vector("tokens", completion.tokens, _INT32, num)
+            logprobs = rules.vector("behaviour_logprobs", completion.behaviour_logprobs, _FLOAT32, num)
+            runs = rules.version_runs(rules.vector("versions", completion.versions, _INT32, num))
             rewards = _NO_REWARDS
             if trajectory.token_rewards is not None:
-                rewards = _vector("token_rewards", trajectory.token_rewards, _FLOAT32, num)
+                rewards = rules.vector("token_rewards", trajectory.token_rewards, _FLOAT32, num)
             encoded = _header_encoder.encode(_header(trajectory, runs, len(prompt)))
             header = from_msgpack(encoded, TrajectoryHeader)  # checks the types
         except OverflowError as error:
@@ -278,45 +261,6 @@ def _header(trajectory: Trajectory, runs: Sequence[tuple[int, int]], num_prompt_
     )
 
 
-def version_runs(versions: npt.ArrayLike) -> list[tuple[int, int]]:
-    """Return version and count of each run of equal versions."""
-    versions = np.asarray(versions)
-    if not len(versions):
-        return []
-    last_of_runs = (versions[1:] != versions[:-1]).nonzero()[0].tolist()
-    runs, start = [], 0
-    for last in (*last_of_runs, len(versions) - 1):
-        runs.append((int(versions[last]), last + 1 - start))
-        start = last + 1
-    return runs
-
-
-def _runs_of_checked(versions: npt.ArrayLike) -> list[tuple[int, int]]:
-    """Return the runs of versions that never decrease: a single one if the last is the first."""
-    versions = np.asarray(versions)  # an episode may give any array
-    if len(versions) and versions[0] == versions[-1]:
-        return [(int(versions[0]), len(versions))]
-    return version_runs(versions)
-
-
-def _vector(field: str, values: npt.ArrayLike, dtype: np.dtype[Any], num: int) -> npt.NDArray[Any]:
-    """Return values as an array of shape [num] with this dtype.
-
-    Raises:
-        TypeError, ValueError: the values have another kind or shape, or an integer does not fit.
-    """
-    array = np.asarray(values)
-    if array.shape != (num,):
-        raise ValueError(f"{field}: expected shape [{num}], got {list(array.shape)}")
-    if array.dtype == dtype:
-        return array
-    with np.errstate(over="ignore"):  # becomes an infinity, which the rules refuse
-        converted = array.astype(dtype, casting="same_kind")
-    if dtype == _INT32 and (converted != array).any():
-        raise ValueError(f"{field}: expected integers of 32 bits, got {array[(converted != array).argmax()]}")
-    return converted
-
-
 # The rules. `sizes`: the length of each trajectory's part of a column.
 
 
@@ -327,33 +271,33 @@ def _check_num_trajectories(num: int, limits: Limits) -> None:
 
 def _check_tokens(tokens: Int32Array, headers: Headers, sizes: list[int]) -> int:
     """Return the highest id."""
-    highest = highest_token(tokens)
-    if isinstance(highest, Broken):
+    highest = rules.highest_token(tokens)
+    if isinstance(highest, rules.Broken):
         raise _refused(highest, tokens, headers, sizes)
     return highest
 
 
 def _check_logprobs(logprobs: Float32Array, headers: Headers, sizes: list[int]) -> None:
-    if (broken := broken_by_logprobs(logprobs)) is not None:
+    if (broken := rules.broken_by_logprobs(logprobs)) is not None:
         raise _refused(broken, logprobs, headers, sizes)
 
 
 def _check_token_rewards(rewards: Float32Array, headers: Headers, sizes: list[int]) -> None:
     if len(rewards) and not np.abs(rewards).max() <= MOST_REWARD:  # NaN, too
         wrong = ~(np.abs(rewards) <= MOST_REWARD)
-        broken = Broken(f"token_rewards: expected numbers up to {MOST_REWARD:g} in size", wrong)
+        broken = rules.Broken(f"token_rewards: expected numbers up to {MOST_REWARD:g} in size", wrong)
         raise _refused(broken, rewards, headers, sizes)
 
 
-def _refused(broken: Broken, values: npt.NDArray[Any], headers: Headers, sizes: list[int]) -> DecodeError:
+def _refused(broken: rules.Broken, values: npt.NDArray[Any], headers: Headers, sizes: list[int]) -> DecodeError:
     """Name the rule, the first wrong value of a column, and its trajectory."""
     header = headers[int(np.cumsum(sizes).searchsorted(int(broken.wrong.argmax()), side="right"))]
-    return DecodeError(f"{_name(header)}: {first_wrong(broken, values)}")
+    return DecodeError(f"{_name(header)}: {rules.first_wrong(broken, values)}")
 
 
 def _check_version_runs(runs: Iterable[Sequence[int]], header: TrajectoryHeader) -> None:
     try:
-        check_version_runs(runs, header.num_tokens)
+        rules.check_version_runs(runs, header.num_tokens)
     except ValueError as error:
         raise DecodeError(f"{_name(header)}: {error}") from error
 

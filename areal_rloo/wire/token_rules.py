@@ -63,3 +63,42 @@ def check_version_runs(runs: Iterable[Sequence[int]], num_tokens: int) -> None:
 def first_wrong(broken: Broken, values: npt.NDArray[Any]) -> str:
     """Name the rule and the first wrong value."""
     return f"{broken.rule}, got {values[int(broken.wrong.argmax())]}"
+
+
+def version_runs(versions: npt.ArrayLike) -> list[tuple[int, int]]:
+    """Return version and count of each run of equal versions."""
+    versions = np.asarray(versions)
+    if not len(versions):
+        return []
+    last_of_runs = (versions[1:] != versions[:-1]).nonzero()[0].tolist()
+    runs, start = [], 0
+    for last in (*last_of_runs, len(versions) - 1):
+        runs.append((int(versions[last]), last + 1 - start))
+        start = last + 1
+    return runs
+
+
+def runs_of_checked(versions: npt.ArrayLike) -> list[tuple[int, int]]:
+    """Return the runs of versions that never decrease: a single one if the last is the first."""
+    versions = np.asarray(versions)  # an episode may give any array
+    if len(versions) and versions[0] == versions[-1]:
+        return [(int(versions[0]), len(versions))]
+    return version_runs(versions)
+
+
+def vector(field: str, values: npt.ArrayLike, dtype: np.dtype[Any], num: int) -> npt.NDArray[Any]:
+    """Return values as an array of shape [num] with this dtype.
+
+    Raises:
+        TypeError, ValueError: the values have another kind or shape, or an integer does not fit.
+    """
+    array = np.asarray(values)
+    if array.shape != (num,):
+        raise ValueError(f"{field}: expected shape [{num}], got {list(array.shape)}")
+    if array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore"):  # becomes an infinity, which the rules refuse
+        converted = array.astype(dtype, casting="same_kind")
+    if dtype == np.int32 and (converted != array).any():
+        raise ValueError(f"{field}: expected integers of 32 bits, got {array[(converted != array).argmax()]}")
+    return converted

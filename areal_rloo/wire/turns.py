@@ -17,8 +17,15 @@ from msgspec import Meta
 from areal_rloo.decoding import from_msgpack
 from areal_rloo.errors import DecodeError
 from areal_rloo.trajectory import Completion, FinishReason
-from areal_rloo.wire.columns import MOST_TOKENS, version_runs
-from areal_rloo.wire.token_rules import Broken, broken_by_logprobs, check_version_runs, first_wrong, highest_token
+from areal_rloo.wire.columns import MOST_TOKENS
+from areal_rloo.wire.token_rules import (
+    Broken,
+    broken_by_logprobs,
+    check_version_runs,
+    first_wrong,
+    highest_token,
+    version_runs,
+)
 
 # Of a sample. A turn takes 20 us to check, and a message can have a partial rollout for every sample of a worker.
 _MOST_TURNS, _MOST_RUNS = 2**10, 2**12

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_rloo.errors import DecodeError
+from areal_rloo.files import in_pieces, of_pieces
 from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.wire.codec import decode_worker, encode
-from areal_rloo.wire.columns import Limits, check_trajectories, decode_columns, encode_columns, in_pieces, of_pieces
+from areal_rloo.wire.columns import Limits, check_trajectories, decode_columns, encode_columns
 from areal_rloo.wire.messages import Finished, Results
 
 LIMITS = Limits(max_message_bytes=2**20, max_trajectories=3, max_tokens=6)
@@ -254,7 +255,7 @@ def test_versions_that_the_check_allows_can_be_encoded(kind: Callable[[list[int]
 @pytest.mark.parametrize(("size", "sizes"), [(0, []), (4, [4]), (8, [8]), (9, [8, 1]), (24, [8, 8, 8])])
 def test_the_columns_of_a_file_are_in_pieces(monkeypatch: pytest.MonkeyPatch, size: int, sizes: list[int]) -> None:
     """msgpack cannot encode 4 GiB as a single value."""
-    monkeypatch.setattr("areal_rloo.wire.columns._PIECE_BYTES", 8)
+    monkeypatch.setattr("areal_rloo.files._PIECE_BYTES", 8)
     columns = bytes(range(size))
     pieces = in_pieces(memoryview(columns))
     assert [len(piece) for piece in pieces] == sizes
