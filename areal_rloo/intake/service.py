@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 _WAIT_LOG_S = 30.0
 _DUTY_S = 8e-6  # of the loop for a duty in the first Hello of a process
-_MOST_REPLIES = 32  # sent together: each alone would wake the thread that sends
+_MOST_REPLIES = 32  # sent together: each alone would wake the sending thread
 _REPLY_S = 20e-6  # of the loop, to send one
 _LOOK_S, _MOST_WAIT_S = 0.001, 0.004  # messages come before the next leases of a large step, for a while
 _TICKS_PER_HEARTBEAT = 4
@@ -222,7 +222,7 @@ class IntakeService:
             answers = self._intake.handle(peer, message, time.monotonic())
             work_s = self.channel.laps.lap_s() + _REPLY_S * len(answers)
             replies += answers
-            is_goodbye = isinstance(message, Goodbye)  # a Welcome that leaves later would make the peer known again
+            is_goodbye = isinstance(message, Goodbye)  # a later Welcome would make the peer known again
             has_leases = any(isinstance(answer.message, Leases) for answer in answers)  # long to encode
             if len(replies) >= _MOST_REPLIES or is_goodbye or has_leases or not self.channel.has_more:
                 self._apply(replies)

@@ -333,9 +333,9 @@ class WorkerProtocol:
         self._outbox[number] = _Sent(made(number))
 
     def _collect_results(self, learner_id: str, *, at_once: bool) -> None:
-        """Put ready results into the outbox, as many as fit into each message: those that may leave, or all `at_once`.
+        """Put ready results into the outbox, as many as fit into each message: those allowed now, or all `at_once`.
 
-        As in Nagle's algorithm (RFC 896), results that fill no message wait for the acknowledgement of the last.
+        As in Nagle's algorithm (RFC 896), results too few for a full message wait for the acknowledgement of the last.
         """
         while self._ready and (at_once or not self._num_results or self._may_send_another()):
             finished: list[wire.Finished] = []

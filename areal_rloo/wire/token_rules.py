@@ -79,7 +79,7 @@ def version_runs(versions: npt.ArrayLike) -> list[tuple[int, int]]:
 
 
 def runs_of_checked(versions: npt.ArrayLike) -> list[tuple[int, int]]:
-    """Return the runs of versions that never decrease: a single one if the last is the first."""
+    """Return the runs of versions without a decrease: a single one if the last is the first."""
     versions = np.asarray(versions)  # an episode may give any array
     if len(versions) and versions[0] == versions[-1]:
         return [(int(versions[0]), len(versions))]
