@@ -291,10 +291,10 @@ def _opened(path: Path | str, flags: int, folder: int | None = None) -> Iterator
 
 
 def in_pieces(content: bytes | memoryview) -> tuple[bytes, ...]:
-    """Cut bytes for a file: msgpack has no longer bytes than 4 GiB, and a checkpoint may have more."""
+    """Cut bytes for a msgpack file: a single value must be shorter than 4 GiB, and a checkpoint may be longer."""
     return tuple(bytes(content[at : at + _PIECE_BYTES]) for at in range(0, len(content), _PIECE_BYTES))
 
 
 def of_pieces(pieces: Sequence[bytes]) -> bytes:
-    """Put the bytes of a file together again."""
+    """Put the pieces together again."""
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)

@@ -103,7 +103,7 @@ class Answers:
             self.leasing.lose([duty], is_attempt=True)
             return []
         trace.record("intake", "arrived", group=duty.group_id, samples=[duty.sample_index], lease=duty.lease_id)
-        in_vain = [] if sample.is_newest(duty.lease_id) else self._release_holder(sample, duty.sample_id)  # not us
+        in_vain = [] if sample.is_newest(duty.lease_id) else self._release_holder(sample, duty.sample_id)
         self.failures.scored(sender.standing)
         if duty.purpose == "eval":
             self.leasing.evaluation.finish(trajectories)

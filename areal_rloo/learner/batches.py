@@ -67,7 +67,7 @@ class _Batch(msgspec.Struct, frozen=True):
 
     groups: Annotated[tuple[_GroupHeader, ...], Meta(min_length=1)]
     headers: tuple[TrajectoryHeader, ...]
-    columns: tuple[bytes, ...]  # pieces
+    columns: tuple[bytes, ...]  # `in_pieces`
 
 
 def software(device: str) -> dict[str, str]:

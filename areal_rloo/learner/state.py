@@ -60,7 +60,7 @@ class LearnerState(_Format, frozen=True):
     history: Annotated[History, Meta(min_length=1)]  # the learners that led to these weights
     ledger: LedgerState
     headers: tuple[TrajectoryHeader, ...]
-    columns: tuple[bytes, ...]  # pieces
+    columns: tuple[bytes, ...]  # `in_pieces`
     stream: PromptStreamState
     totals: Totals
     kl_coefficient: Annotated[float, Meta(ge=0, le=1e300)]

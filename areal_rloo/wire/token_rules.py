@@ -1,7 +1,7 @@
 """The rules for sampled tokens, each written once: for trajectories on the wire, partial rollouts, and checkpoints.
 
 `columns.py` applies them to whole batches, and `turns.py` to the turns of a partial rollout. So a worker can send all
-tokens of a partial rollout again.
+tokens of a partial rollout again. At the end of this file: the values of an episode as arrays, and versions as runs.
 """
 
 from __future__ import annotations

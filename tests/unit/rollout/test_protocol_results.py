@@ -20,12 +20,20 @@ from areal_rloo.wire.messages import (
     Duty,
     Failed,
     Hello,
+    Lease,
     Leases,
     Partials,
     PartialsCall,
     Results,
     digest,
 )
+
+
+def _with_lease(num: int, **options: int) -> tuple[WorkerProtocol, Lease]:
+    """Return a welcomed worker with a lease of so many samples."""
+    protocol, lease = welcomed(**options), make_lease(1, 1, num=num)
+    protocol.handle(Leases(LEARNER, (lease,)), ENGINE)
+    return protocol, lease
 
 
 def test_results_and_failures_that_are_ready_share_a_message() -> None:
@@ -61,9 +69,7 @@ def _sent(protocol: WorkerProtocol) -> list[tuple[int, int]]:
 
 
 def test_messages_in_flight_are_bounded_and_the_rest_is_batched() -> None:
-    protocol = welcomed(capacity_samples=200)
-    lease = make_lease(1, 1, num=140)
-    protocol.handle(Leases(LEARNER, (lease,)), ENGINE)
+    protocol, lease = _with_lease(140, capacity_samples=200)
     sent: list[tuple[int, int]] = []
     for duty in lease.duties:
         finish(protocol, duty)
@@ -81,9 +87,7 @@ def test_messages_in_flight_are_bounded_and_the_rest_is_batched() -> None:
 
 def test_all_results_leave_before_partial_rollouts() -> None:
     """Else finished samples would be generated again, after a stop of this worker or a resume of the run."""
-    protocol = welcomed(capacity_samples=8)
-    lease = make_lease(1, 1, num=8)
-    protocol.handle(Leases(LEARNER, (lease,)), ENGINE)
+    protocol, lease = _with_lease(8, capacity_samples=8)
     for duty in lease.duties[:4]:
         finish(protocol, duty)
         sent = _sent(protocol)
@@ -96,9 +100,7 @@ def test_all_results_leave_before_partial_rollouts() -> None:
 
 
 def test_a_message_is_full_by_its_bytes_too() -> None:
-    protocol = welcomed(max_batch_bytes=1000)
-    lease = make_lease(1, 1, num=8)
-    protocol.handle(Leases(LEARNER, (lease,)), ENGINE)
+    protocol, lease = _with_lease(8, max_batch_bytes=1000)
     sizes = []
     for duty in lease.duties:
         finish(protocol, duty, num_bytes=400)
@@ -107,9 +109,7 @@ def test_a_message_is_full_by_its_bytes_too() -> None:
 
 
 def test_a_message_is_full_by_its_trajectories_too() -> None:
-    protocol = welcomed(capacity_samples=100)
-    lease = make_lease(1, 1, num=20)
-    protocol.handle(Leases(LEARNER, (lease,)), ENGINE)
+    protocol, lease = _with_lease(20, capacity_samples=100)
     sizes = []
     for duty in lease.duties:
         protocol.finish(duty, [make_trajectory(duty)] * 8, 100)
@@ -118,9 +118,7 @@ def test_a_message_is_full_by_its_trajectories_too() -> None:
 
 
 def test_a_full_message_of_failures_leaves_too() -> None:
-    protocol = welcomed(capacity_samples=100)
-    lease = make_lease(1, 1, num=80)
-    protocol.handle(Leases(LEARNER, (lease,)), ENGINE)
+    protocol, lease = _with_lease(80, capacity_samples=100)
     finish(protocol, lease.duties[0])
     assert len(_sent(protocol)) == 1
     for duty in lease.duties[1:65]:
@@ -130,9 +128,7 @@ def test_a_full_message_of_failures_leaves_too() -> None:
 
 
 def test_a_message_keeps_to_the_limit_of_bytes() -> None:
-    protocol = welcomed(max_batch_bytes=1000)
-    lease = make_lease(1, 1, num=8)
-    protocol.handle(Leases(LEARNER, (lease,)), ENGINE)
+    protocol, lease = _with_lease(8, max_batch_bytes=1000)
     finish(protocol, *lease.duties[:6], num_bytes=400)
     finish(protocol, *lease.duties[6:], num_bytes=5000)
     assert [len(message.finished) for message in _all_results(protocol)] == [2, 2, 2, 1, 1]
@@ -141,9 +137,7 @@ def test_a_message_keeps_to_the_limit_of_bytes() -> None:
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_lost_result_is_sent_again_after_the_next_heartbeat(busy: bool) -> None:
     """Also if the worker goes on sending: no silence is needed."""
-    protocol = welcomed(capacity_samples=100)
-    lease = make_lease(1, 1, num=80)
-    protocol.handle(Leases(LEARNER, (lease,)), ENGINE)
+    protocol, lease = _with_lease(80, capacity_samples=100)
     protocol.fail(Failed(*lease.duties[0], "reward_error", "no", "", 3), 100)
     (lost,) = of_kind(protocol.poll(0.1, ENGINE), Results)
     beat = next_beat(protocol, 1.0)
