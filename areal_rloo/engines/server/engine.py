@@ -306,15 +306,17 @@ class ServerEngine:
 
     async def _leave_server(self) -> None:
         connection = self._state.connection
-        if connection is not None and not self._server.managed:
-            with suppress(ServerGoneError):  # leave no request running on an external server
-                await self._sending.call_back(timeout_s=_LAST_CALLS_TIMEOUT_S)
-        await self._sending.take_back()
-        if connection is not None:
-            await connection.api.client.close()
-        await asyncio.to_thread(self._server.kill)
-        if self._folder is not None:
-            await asyncio.to_thread(self._folder.close)
+        try:
+            if connection is not None and not self._server.managed:
+                with suppress(ServerGoneError):  # leave no request running on an external server
+                    await self._sending.call_back(timeout_s=_LAST_CALLS_TIMEOUT_S)
+            await self._sending.take_back()
+        finally:
+            if connection is not None:
+                await connection.api.client.close()
+            await asyncio.to_thread(self._server.kill)
+            if self._folder is not None:
+                await asyncio.to_thread(self._folder.close)
 
     def _close_turn(self) -> None:
         if self._turn is not None:

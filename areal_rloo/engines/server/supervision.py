@@ -300,10 +300,12 @@ class Supervision:
         self._state.connection = None
         self._state.connected.clear()
         self._state.num_discards += 1
-        await asyncio.to_thread(self._server.kill)
-        self._state.occupied = False
-        await self._sending.take_back()
-        await connection.api.client.close()
+        try:
+            await asyncio.to_thread(self._server.kill)
+            self._state.occupied = False
+            await self._sending.take_back()
+        finally:  # also if the engine is closed meanwhile
+            await connection.api.client.close()
 
     async def _reopen(self, why: str) -> Connection:
         while True:

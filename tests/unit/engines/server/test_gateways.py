@@ -1,6 +1,7 @@
 """A gateway before a server refuses calls for a time: every request waits, and none fails."""
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ import pytest
 from aiohttp import web
 from support.faulty_server import FakeSGLang, FakeVLLM, engine_on_faulty, fake_sample
 from support.model_versions import model_of
+from support.patience import PATIENCE_S
 from support.server_support import in_buckets, request
 
 from areal_rloo.engines.server import ServerEngine, UpdateGroup
+from areal_rloo.engines.server.supervision import ExternalServer
 
 _LABELS = ("/model_info", "/weight_info")  # the first call of a connection
 _GENERATE = ("/generate", "/inference/v1/generate")
@@ -98,5 +101,28 @@ def test_no_call_comes_before_the_time_of_retry_after(tiny_folders: dict[str, Pa
         checks = [asked_s for path, asked_s in gateway.asked if path == "/health" and first_s < asked_s < second_s]
         assert checks, "a health check comes before the request"
         assert second_s - first_s >= 1.0
+
+    asyncio.run(main())
+
+
+def test_an_engine_closed_while_it_gives_up_a_server_leaves_no_session(
+    tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gives_up, may_go_on = threading.Event(), threading.Event()
+
+    def slow_kill(_: ExternalServer) -> None:
+        gives_up.set()
+        assert may_go_on.wait(PATIENCE_S)
+
+    async def main() -> None:
+        monkeypatch.setattr(ExternalServer, "kill", slow_kill)
+        async with asyncio.timeout(60), engine_on_faulty(tiny_folders["qwen2"], FakeSGLang(), timeout_s=5.0) as made:
+            engine, _ = made
+            connection = engine._state.connection
+            assert connection is not None
+            engine._state.hung = "for this test"
+            assert await asyncio.to_thread(gives_up.wait, PATIENCE_S)
+            asyncio.get_running_loop().call_later(0.2, may_go_on.set)  # the engine is closed meanwhile
+        assert connection.api.client._session.closed
 
     asyncio.run(main())
