@@ -1,5 +1,6 @@
 """Shared by all tests: where the data is, small models, blocked event loops, and which tests run."""
 
+import gc
 import json
 import logging
 import os
@@ -36,6 +37,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_configure() -> None:
+    gc.disable()  # it would look at thousands of tests again and again, a third of the time to collect them
     os.environ["AREAL_RLOO_SGLANG_FORKS"] = "1"  # see tests/sglang/shims/areal_rloo_sglang.py
     os.environ["AREAL_RLOO_VLLM_FORKS"] = "1"  # see tests/vllm/shims/areal_rloo_vllm_forks.py
     if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several tests, which wait for each other, would only spin
@@ -72,6 +74,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         needed = 0 if marker is None else (*marker.args, 1)[0]
         if needed > num_gpus:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, here are {num_gpus}"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -17,13 +17,18 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+from areal_rloo.program import begin_imports, end_imports
+
+if __name__ == "__main__":
+    begin_imports()
+
 import torch
 from prometheus_client import CollectorRegistry
 from transformers import PreTrainedTokenizerBase
 
 from areal_rloo.config import Config, dump_config, import_entry, load_config
 from areal_rloo.errors import EXIT_RANK_LOST
-from areal_rloo.files import memory_folder, remove_abandoned, remove_unfinished
+from areal_rloo.files import remove_unfinished
 from areal_rloo.intake.curriculum import load_curriculum
 from areal_rloo.intake.eval_sets import eval_sets
 from areal_rloo.intake.evaluation import Evaluation
@@ -36,7 +41,7 @@ from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.intake.service import IntakeService
 from areal_rloo.learner.batches import BatchRecorder, Start, cut_batches, software
 from areal_rloo.learner.batches import folder_of as batches_of
-from areal_rloo.learner.building import build_rank
+from areal_rloo.learner.building import build_broadcaster, build_rank
 from areal_rloo.learner.checkpoint import Checkpoints, read_state
 from areal_rloo.learner.checkpoint_folder import CheckpointStatistics, checkpoint_statistics, folder_of
 from areal_rloo.learner.collector import collect_rarely
@@ -70,12 +75,8 @@ from areal_rloo.telemetry.trajectories import FILE_NAME
 from areal_rloo.telemetry.wanted import LauncherStatistics, read_wanted
 from areal_rloo.telemetry.watchdog import Watchdog, WatchdogStatistics
 from areal_rloo.waiting import exit_despite_calls
-from areal_rloo.weights.broadcast import Broadcaster, SendTransport
-from areal_rloo.weights.collective import CollectiveSender
+from areal_rloo.weights.broadcast import Broadcaster
 from areal_rloo.weights.counts import BroadcastStatistics
-from areal_rloo.weights.fingerprint import Sampler
-from areal_rloo.weights.offers import Offers
-from areal_rloo.weights.shared_memory import SharedMemorySender
 from areal_rloo.wire.address import read_address
 from areal_rloo.wire.channels import LearnerChannel
 from areal_rloo.wire.columns import Limits
@@ -109,6 +110,7 @@ class Arguments(argparse.Namespace):
 def main() -> int:
     """Run the learner; an error that the user can mend is a single line."""
     open_missing_streams()
+    end_imports()
     show_on_signal()
     arguments = _parse()
     torch.set_num_threads(arguments.num_threads)
@@ -188,7 +190,8 @@ def _learner(config: Config, arguments: Arguments, ranks: Ranks) -> tuple[Learne
         train_step.resume(state.kl_coefficient)
     registry = CollectorRegistry()
     reporter = _reporter(config, folder, -1 if restored is None else policy_version, registry, totals, checkpoints)
-    broadcaster = _broadcaster(config, arguments, rank)
+    device = torch.device(arguments.device)
+    broadcaster = build_broadcaster(config, rank, device=device, same_host=arguments.same_host)
     intake = Intake(
         config,
         ledger=ledger,
@@ -335,31 +338,6 @@ def _batches(config: Config, arguments: Arguments, policy_version: int) -> Batch
         software=software(arguments.device),
     )
     return BatchRecorder(folder, start)
-
-
-def _broadcaster(config: Config, arguments: Arguments, rank: LearnerRank) -> Broadcaster:
-    manifest, timeout_s = rank.manifest, config.weights.timeout_s
-    transport: SendTransport
-    sampler: Sampler | None = None
-    if config.weights_transport(same_host=arguments.same_host) == "shared_memory":
-        remove_abandoned()  # under Slurm and Ray, the launcher may be on another host
-        transport = SharedMemorySender(manifest, memory_folder())
-    else:
-        merges = config.publishes_adapters and config.rollout.server is not None  # in the workers, on CPUs
-        to_cpus = merges or config.rollout.device == "cpu"
-        transport = CollectiveSender(
-            manifest,
-            host=config.wire.host,
-            device=torch.device("cpu" if to_cpus else arguments.device),
-            timeout_s=timeout_s,
-            ranks_per_worker=1 if merges else config.rollout.tensor_parallel,
-        )
-        if config.rollout.server is not None and not merges:  # servers have the buckets: no worker can check the bytes
-            on_cpu = config.rollout.device == "cpu" and not config.rollout.server_urls
-            sampler = Sampler(("sha256",) if on_cpu else ("sha256", "tiles"), config.rollout.tensor_parallel)
-    call_timeout_s = 2 * config.wire.heartbeat_s
-    offers = Offers(together=transport.needs_all, timeout_s=timeout_s, call_timeout_s=call_timeout_s)
-    return Broadcaster(manifest=manifest, transport=transport, offers=offers, sampler=sampler)
 
 
 def _drain_on_signals(intake: IntakeService, timeout_s: float) -> None:

@@ -1,4 +1,7 @@
-"""Build a rank of the learner from a config: load the model, add adapters, shard, and load the reference."""
+"""Build a rank of the learner from a config, and the broadcaster of its weights.
+
+A rank: load the model, add adapters, shard, and load the reference.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from transformers import PreTrainedModel
 
 from areal_rloo.config import Config
 from areal_rloo.errors import ConfigError, ModelError, install
+from areal_rloo.files import memory_folder, remove_abandoned
 from areal_rloo.learner.adapters import add_adapters
 from areal_rloo.learner.costs import memory_explained
 from areal_rloo.learner.parallel.ranks import Ranks
@@ -25,6 +29,11 @@ from areal_rloo.models.loading import Reference, decoder_layers, empty_policy, l
 from areal_rloo.models.policy import Policy
 from areal_rloo.models.sizes import Sizes
 from areal_rloo.models.stored import difference_of_shapes, digest_of_files, stored_parameters
+from areal_rloo.weights.broadcast import Broadcaster, SendTransport
+from areal_rloo.weights.collective import CollectiveSender
+from areal_rloo.weights.fingerprint import Sampler
+from areal_rloo.weights.offers import Offers
+from areal_rloo.weights.shared_memory import SharedMemorySender
 
 
 def build_rank(
@@ -43,6 +52,31 @@ def build_rank(
         return _build(config, model_path, device, ranks)
     with memory_explained((sizes, None), config, device, late=resumes, work="the model with its optimizer"):
         return _build(config, model_path, device, ranks)
+
+
+def build_broadcaster(config: Config, rank: LearnerRank, *, device: torch.device, same_host: bool) -> Broadcaster:
+    """Build the broadcaster of a rank's weights; `same_host`: all workers are here."""
+    manifest, timeout_s = rank.manifest, config.weights.timeout_s
+    transport: SendTransport
+    sampler: Sampler | None = None
+    if config.weights_transport(same_host=same_host) == "shared_memory":
+        remove_abandoned()  # under Slurm and Ray, the launcher may be on another host
+        transport = SharedMemorySender(manifest, memory_folder())
+    else:
+        merges = config.publishes_adapters and config.rollout.server is not None  # in the workers, on CPUs
+        to_cpus = merges or config.rollout.device == "cpu"
+        transport = CollectiveSender(
+            manifest,
+            host=config.wire.host,
+            device=torch.device("cpu") if to_cpus else device,
+            timeout_s=timeout_s,
+            ranks_per_worker=1 if merges else config.rollout.tensor_parallel,
+        )
+        if config.rollout.server is not None and not merges:  # servers have the buckets: no worker can check the bytes
+            on_cpu = config.rollout.device == "cpu" and not config.rollout.server_urls
+            sampler = Sampler(("sha256",) if on_cpu else ("sha256", "tiles"), config.rollout.tensor_parallel)
+    offers = Offers(together=transport.needs_all, timeout_s=timeout_s, call_timeout_s=2 * config.wire.heartbeat_s)
+    return Broadcaster(manifest=manifest, transport=transport, offers=offers, sampler=sampler)
 
 
 def _build(config: Config, model_path: str, device: torch.device, ranks: Ranks) -> LearnerRank:

@@ -14,6 +14,11 @@ import signal
 import uuid
 from pathlib import Path
 
+from areal_rloo.program import begin_imports, end_imports
+
+if __name__ == "__main__":
+    begin_imports()
+
 import torch
 from prometheus_client import CollectorRegistry
 
@@ -65,6 +70,7 @@ class Arguments(argparse.Namespace):
 def main() -> int:
     """Run the worker; an error that the user can mend is a single line."""
     open_missing_streams()
+    end_imports()
     show_on_signal()
     arguments = _parse()
     torch.set_num_threads(arguments.num_threads)
