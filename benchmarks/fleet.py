@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import gc
 import logging
-import multiprocessing
 import statistics
 import tempfile
 import threading
@@ -53,7 +52,7 @@ from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.security import make_keys
 from benchmarks import fleet_workers, hardware
 from benchmarks.fleet_workers import Load, Window
-from benchmarks.harness import Benchmark, Case
+from benchmarks.harness import Benchmark, Case, processes_with
 
 SIZES = (1, 8, 64, 256, 1024)
 _WITH_LATENCY = 64
@@ -74,21 +73,15 @@ def cases(quick: bool) -> Generator[Case]:
         fleet = Fleet(num_workers, 0.5 if quick else max(3.0, num_workers / 128))  # a step takes up to a second
         rates = {"intake": fleet.full, "raw": fleet.raw}
         pair = [("intake", "raw")]
-        yield Case(f"rate_{num_workers}", "samples/s", rates, pair, rounds, larger_is_better=True, facts=fleet.facts)
+        options: dict[str, Any] = {"larger_is_better": True, "warm_up": not quick}
+        yield Case(f"rate_{num_workers}", "samples/s", rates, pair, rounds, facts=fleet.facts, **options)
         if num_workers != _WITH_LATENCY and not quick:
             continue
         fleet.facts = {}
         loads = {"half": fleet.half, "faults": fleet.faults} | ({} if quick else {"quarter": fleet.quarter})
         name, pair = f"latency_{num_workers}", [("faults", "half")]
-        yield Case(
-            name,
-            "samples/s",
-            loads,
-            pair,
-            rounds if quick else 2 * rounds - 1,
-            larger_is_better=True,
-            facts=fleet.facts,
-        )
+        more = rounds if quick else 2 * rounds - 1
+        yield Case(name, "samples/s", loads, pair, more, facts=fleet.facts, **options)
     logging.disable(logging.NOTSET)
 
 
@@ -244,7 +237,7 @@ def _service(config: Config, folder: Path) -> IntakeService:
 
 @contextmanager
 def _process(target: Callable[[Connection], None]) -> Iterator[Connection]:
-    context = multiprocessing.get_context("spawn")
+    context = processes_with("benchmarks.fleet")
     here, there = context.Pipe()
     process = context.Process(target=target, args=(there,))
     process.start()

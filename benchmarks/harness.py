@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +180,13 @@ def read(path: Path) -> Result:
         msgspec.DecodeError: the file is no result of this harness.
     """
     return msgspec.json.decode(path.read_bytes(), type=Result)
+
+
+def processes_with(module: str) -> ForkServerContext:
+    """Return a context for processes that begin with a module imported: a server without threads forks them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module])
+    return context
 
 
 def timed(work: Callable[[], object]) -> float:

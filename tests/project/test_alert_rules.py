@@ -233,10 +233,8 @@ def test_a_first_step_may_generate_for_an_hour(tmp_path: Path) -> None:
 
 def test_workers_of_a_synchronous_run_may_idle(tmp_path: Path) -> None:
     """Both halves wait for each other, so fewer workers would only slow the run down."""
-    synchronous = {
-        P + "engine_idle_seconds_total{": f"0+10x{_NUM}",
-        P + 'idle_share{half="learner",': f"0.6x{_NUM}",
-    }
+    idle = P + 'idle_share{half="learner",'
+    synchronous = {P + "engine_idle_seconds_total{": f"0+10x{_NUM}", idle: f"0.6x{_NUM}"}
     assert _run([_fires(_series(synchronous), 40, set(), "at 40 min")], tmp_path) == ""
     long_steps = {P + "engine_idle_seconds_total{": f"0+12x{_NUM}", P + "staleness_max{": f"0x{_NUM}"}
     assert _run([_fires(_series(long_steps), 40, set(), "with a learner that is busy")], tmp_path) == ""
