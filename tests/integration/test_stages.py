@@ -85,8 +85,8 @@ def _generate(run: Run, folder: Path) -> None:
 
 def _stop(run: Run, folder: Path) -> None:
     """Ctrl-C falls into the code of an episode, and is no failed sample."""
-    files = [folder / "stopped.jsonl", folder / "stopped.parquet"]
-    for words in (("evaluate", "--output", "stopped"), *(("generate", "--output", file.name) for file in files)):
+    file = folder / "stopped.parquet"
+    for words in (("evaluate", "--output", "stopped"), ("generate", "--output", file.name)):
         arguments = [words[0], str(run.folder), *words[1:]]
         ended = subprocess.run(
             [sys.executable, "-c", PRESSED, *arguments], cwd=folder, capture_output=True, text=True, check=False
@@ -94,8 +94,7 @@ def _stop(run: Run, folder: Path) -> None:
         assert ended.returncode == 130, ended.stderr
         assert "stopped; the" in ended.stderr
     assert "KeyboardInterrupt" not in (folder / "stopped" / "trajectories.jsonl").read_text()
-    for file in files:  # without rows there is no file
-        assert not file.exists() or b"KeyboardInterrupt" not in file.read_bytes()
+    assert not file.exists() or b"KeyboardInterrupt" not in file.read_bytes()  # without rows there is no file
 
 
 def _export(run: Run, folder: Path) -> None:

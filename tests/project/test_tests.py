@@ -1,6 +1,8 @@
 """Check the tests themselves: every test asserts, directly or through a helper; and each file can be collected."""
 
 import ast
+import subprocess
+import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -94,3 +96,11 @@ def test_a_gpu_test_skips_with_fewer_gpus_than_it_needs(
 
 def _is_our_conftest(plugin: object) -> bool:
     return getattr(plugin, "__file__", None) == str(TESTS / "conftest.py")
+
+
+def test_no_test_begins_after_the_minutes_of_a_run() -> None:
+    some = f"{Path(__file__).relative_to(TESTS.parent)}::{test_no_two_files_have_the_same_name.__name__}"
+    for minutes, words in ((0, "1 skipped"), (9, "1 passed")):
+        command = [sys.executable, "-m", "pytest", "-q", f"--minutes={minutes}", some]
+        ended = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=False)
+        assert words in ended.stdout, ended.stdout + ended.stderr

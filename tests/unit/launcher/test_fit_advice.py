@@ -115,7 +115,7 @@ def _with_more_gpus(text: str, hosts: list[Host]) -> tuple[str, list[Host]]:
     return text[: found.start()], _hosts(gpus, hosts[0].gpu_bytes, int(found[2] or 1))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(CONFIGS), OPTIONS, HOSTS)
 def test_an_accepted_plan_fits_and_every_advice_leads_to_one(
     name: str, options: dict[str, str], hosts: list[Host]

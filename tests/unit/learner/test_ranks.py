@@ -320,6 +320,7 @@ def test_two_ranks_read_stop_tokens_and_compute_in_bfloat16(tiny_folders: dict[s
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_two_ranks_compile_whole_layers(tiny_folders: dict[str, Path], tmp_path: Path, compiler: str) -> None:
     config = _config("learner.num_ranks=2", "learner.compile=true", "learner.gradient_checkpointing=true")

@@ -19,8 +19,10 @@ from support.train_steps import (
     with_equal_rewards,
     with_turns,
 )
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from areal_rloo.errors import ModelError
+from areal_rloo.learner.building import build_rank
 from areal_rloo.models.loading import Reference, load_policy
 from areal_rloo.trajectory import Group, Trajectory
 
@@ -199,3 +201,11 @@ def test_tokens_by_others_do_not_change_the_kl(tiny_folders: dict[str, Path]) ->
         (other,), second = spied_step(tiny_folders["qwen2"], silenced, config, frozen)
         assert_same_gradient(one, other)
         assert first.numbers["reference_kl_k1"] == second.numbers["reference_kl_k1"]
+
+
+def test_a_reference_with_another_vocabulary_is_refused(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=64, num_key_value_heads=1, **shape)).save_pretrained(tmp_path / "other")
+    config = step_config("algorithm.kl.coefficient=0.1", f"model.reference.path={tmp_path / 'other'}")
+    with pytest.raises(ModelError, match="other has a vocabulary of 64, expected the policy's"):
+        build_rank(config, model_path=str(tiny_folders["qwen2"]), device=torch.device("cpu"))
