@@ -25,7 +25,7 @@ from benchmarks.harness import Benchmark, TooWideError, measure_all, write
 
 HERE = Path(__file__).resolve().parent
 IN_ALL = ("plan", "generation", "weights", "packing", "logprobs", "intake", "step_overhead", "async_vs_sync")
-NAMES = (*IN_ALL, "wire", "fleet", "weights_many", "observing")  # these four by name: `make bench` ends in 15 minutes
+NAMES = (*IN_ALL, "wire", "fleet", "weights_many", "observing", "starts")  # by name: `make bench` ends in 15 minutes
 
 
 def main() -> None:
