@@ -13,7 +13,7 @@ from typing import NamedTuple, NoReturn
 
 from areal_rloo import __version__
 from areal_rloo.errors import ConfigError, shown
-from areal_rloo.program import end_on_interrupt, run_main
+from areal_rloo.program import begin_imports, end_on_interrupt, run_main
 
 
 class Program(NamedTuple):
@@ -62,6 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     if name not in PROGRAMS:
         return run_main(_other, [name])
     end_on_interrupt()  # until the program has been imported
+    begin_imports()
     return run_main(importlib.import_module(PROGRAMS[name].module).main, rest)
 
 

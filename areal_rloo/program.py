@@ -71,19 +71,19 @@ class _AskedError(Exception):
 
 
 def begin_imports() -> None:
-    """Look for no cycles until `end_imports`: the modules stay, and looking at them again takes a fifth of a start."""
+    """Look for no cycles until `end_imports`: modules stay, and looking at them again takes a fifth of the imports."""
     gc.disable()
 
 
 def end_imports() -> None:
-    """Look for cycles again, but not among the modules."""
-    gc.freeze()
-    gc.enable()
+    """Look for cycles again after `begin_imports`, but not among the modules. Their few cycles stay, too."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
 
 
 def end_on_interrupt() -> None:
-    """End without a traceback on Ctrl-C, and begin slow imports. Call on the main thread."""
-    begin_imports()
+    """End without a traceback on Ctrl-C. Call on the main thread, before slow imports."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else ignored, as in the background of a script
         signal.signal(signal.SIGINT, _end)
 

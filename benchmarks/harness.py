@@ -183,7 +183,10 @@ def read(path: Path) -> Result:
 
 
 def processes_with(module: str) -> ForkServerContext:
-    """Return a context for processes that begin with a module imported: a server without threads forks them."""
+    """Return a context for processes that begin with this module imported, and with its memory.
+
+    A server without threads forks them; it is the server of the first call in this process.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module])
     return context

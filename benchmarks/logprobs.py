@@ -8,6 +8,7 @@ of `whole` grows with the tokens, so fewer tokens are enough there.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Generator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from areal_rloo.models.head import LogitForm
 from areal_rloo.models.policy import TokenLogprobs, chosen_logprobs, loss_of_tokens
-from benchmarks.harness import Benchmark, Case, processes_with, timed
+from benchmarks.harness import Benchmark, Case, timed
 from benchmarks.peaks import Peak
 
 TEMPERATURE = 0.9
@@ -74,7 +75,7 @@ def _run(loss: Loss, hidden: Tensor, head: Tensor, targets: Tensor, weights: Ten
 
 
 def _in_a_process(name: str, tokens: int, vocabulary: int, hidden: int) -> float:
-    with ProcessPoolExecutor(1, processes_with("benchmarks.logprobs")) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_peak_bytes, name, tokens, vocabulary, hidden).result() / tokens
 
 

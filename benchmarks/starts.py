@@ -1,4 +1,4 @@
-"""How long does a learner take to import its modules, over the time with Python's collector of cycles?
+"""How much sooner has a learner imported its modules without Python's collector of cycles?
 
 Both contestants start `python -m areal_rloo.learner --help` with runpy. The named alternative, `collecting`, leaves the
 collector on, as Python does. A rollout worker has the same start; together they are most of the start of a small run.

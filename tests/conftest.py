@@ -20,7 +20,7 @@ settings.load_profile("areal_rloo")
 
 REPO = Path(__file__).resolve().parent.parent
 PASSED = "areal_rloo/passed"
-BEGAN_S = time.monotonic()
+BEGAN_S = float(os.environ.setdefault("AREAL_RLOO_TESTS_BEGAN_S", f"{time.monotonic()}"))  # of all processes together
 LONGEST = (  # files of several minutes run first, so that no process works alone at the end
     *("test_learning.py", "test_slurm_runs.py", "test_ray_runs.py"),
     "test_server_runs.py",  # short: it waits behind test_learning.py, because pytest-xdist gives a process another file
@@ -39,7 +39,6 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_configure() -> None:
-    gc.disable()  # it would look at thousands of tests again and again, a third of the time to collect them
     os.environ["AREAL_RLOO_SGLANG_FORKS"] = "1"  # see tests/sglang/shims/areal_rloo_sglang.py
     os.environ["AREAL_RLOO_VLLM_FORKS"] = "1"  # see tests/vllm/shims/areal_rloo_vllm_forks.py
     if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several tests, which wait for each other, would only spin
@@ -67,6 +66,17 @@ def _passed_before(config: pytest.Config) -> set[str]:
     return set(config.cache.get(PASSED, [])) if config.getoption("--not-passed-before") else set()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Look for no cycles meanwhile: thousands of tests would be looked at again and again, for a third of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     passed = _passed_before(config)
     items[:] = [item for item in items if item.nodeid not in passed]
@@ -77,11 +87,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         needed = 0 if marker is None else (*marker.args, 1)[0]
         if needed > num_gpus:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, here are {num_gpus}"))
-
-
-def pytest_collection_finish() -> None:
-    gc.freeze()
-    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -12,10 +12,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from areal_rloo.program import end_on_interrupt, run_main
+from areal_rloo.program import begin_imports, end_on_interrupt, run_main
 
 if __name__ == "__main__":
     end_on_interrupt()
+    begin_imports()
 
 from areal_rloo.config import Config
 from areal_rloo.errors import PreflightError

@@ -17,7 +17,7 @@ REPO = Path(__file__).resolve().parents[2]
 REWARD = "def score(completion_ids, level):\n    return len(completion_ids) % 3 + level\n"
 SIZES = {"long": 74, "short": 28}
 
-pytestmark = [pytest.mark.slow, pytest.mark.rare]
+pytestmark = pytest.mark.slow
 
 
 def _start(folder: Path, *arguments: str) -> subprocess.Popen[str]:

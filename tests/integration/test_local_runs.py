@@ -249,7 +249,6 @@ def test_a_closed_terminal_drains_the_run_however_often_it_signals(start: Callab
     assert_drained(run)
 
 
-@pytest.mark.rare
 def test_a_run_under_nohup_survives_the_terminal(start: Callable[..., Run]) -> None:
     run = start("learner.num_train_steps=8", before=("nohup",))
     run.wait_for(lambda: len(run.records()) >= 1)

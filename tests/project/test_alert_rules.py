@@ -14,7 +14,7 @@ RULES = REPO / "launcher" / "monitoring" / "prometheus" / "alerts.yml"
 
 pytestmark = pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool here: install prometheus")
 
-_INTERVAL_S, _EVALUATION_S = 15, 45  # in a run, both 15; bursts repeat after 60, so each phase of them has its turn
+_INTERVAL_S, _EVALUATION_S = 15, 45  # in a run, both 15; bursts repeat after 60: each phase has its turn
 _MINUTES = 120
 _NUM = _MINUTES * 60 // _INTERVAL_S
 _LEARNER, _WORKER = 'run="a",process="learner"', 'run="a",process="rollout-0"'
@@ -103,7 +103,7 @@ CAUSES: dict[str, dict[str, str]] = {
     "CodeDiffers": {P + 'run_info{code="one", ': f"_x{_NUM}", P + 'run_info{code="two", ': f"1x{_NUM}"},
     "PolicyFarFromBehaviour": {P + "behaviour_kl_k3{": f"2x{_NUM}"},
     "EqualRewards": {P + "zero_variance_group_share{": f"0.95x{_NUM}"},
-    "NoRolloutWorker": {P + "fleet_num_workers{": f"1x95 0x{_NUM - 96}"},
+    "NoRolloutWorker": {P + "fleet_num_workers{": f"1x98 0x{_NUM - 99}"},
     "StepsSkipped": {P + "skipped_steps_total{": _AT_38_MIN},
     "CheckpointNotWritten": {P + "failed_checkpoints_total{": _AT_38_MIN},
     "CheckpointOld": {P + "checkpoint_newest_version{": f"25x{_NUM}"},

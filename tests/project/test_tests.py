@@ -1,6 +1,7 @@
 """Check the tests themselves: every test asserts, directly or through a helper; and each file can be collected."""
 
 import ast
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -101,6 +102,7 @@ def _is_our_conftest(plugin: object) -> bool:
 def test_no_test_begins_after_the_minutes_of_a_run() -> None:
     some = f"{Path(__file__).relative_to(TESTS.parent)}::{test_no_two_files_have_the_same_name.__name__}"
     for minutes, words in ((0, "1 skipped"), (9, "1 passed")):
-        command = [sys.executable, "-m", "pytest", "-q", f"--minutes={minutes}", some]
-        ended = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=False)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--minutes={minutes}", some]
+        alone = {name: value for name, value in os.environ.items() if name != "AREAL_RLOO_TESTS_BEGAN_S"}
+        ended = subprocess.run(command, cwd=TESTS.parent, env=alone, capture_output=True, text=True, check=False)
         assert words in ended.stdout, ended.stdout + ended.stderr

@@ -27,7 +27,6 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__")
 def without_collector() -> Iterator[None]:
     begin_imports()
     yield
-    gc.unfreeze()
     gc.enable()
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Self
@@ -306,17 +306,16 @@ class ServerEngine:
 
     async def _leave_server(self) -> None:
         connection = self._state.connection
-        try:
+        async with AsyncExitStack() as ends:  # each comes, also if another fails; the last one first
+            if self._folder is not None:
+                ends.push_async_callback(asyncio.to_thread, self._folder.close)
+            ends.push_async_callback(asyncio.to_thread, self._server.kill)
+            if connection is not None:
+                ends.push_async_callback(connection.api.client.close)
             if connection is not None and not self._server.managed:
                 with suppress(ServerGoneError):  # leave no request running on an external server
                     await self._sending.call_back(timeout_s=_LAST_CALLS_TIMEOUT_S)
             await self._sending.take_back()
-        finally:
-            if connection is not None:
-                await connection.api.client.close()
-            await asyncio.to_thread(self._server.kill)
-            if self._folder is not None:
-                await asyncio.to_thread(self._folder.close)
 
     def _close_turn(self) -> None:
         if self._turn is not None:

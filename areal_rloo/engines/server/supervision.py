@@ -67,8 +67,10 @@ class _Server:
             api.check(key=key, plan=self._plan, pause=pause)
             digest = await self._usable_digest(api)
         except BaseException:
-            await client.close()
-            await asyncio.to_thread(self.kill)
+            try:
+                await client.close()
+            finally:
+                await asyncio.to_thread(self.kill)
             raise
         mode = self._config.pause if api.capabilities.weight_versions else "abort"
         return Connection(api, named, mode, digest)

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_rloo.program import end_on_interrupt, run_main
+from areal_rloo.program import begin_imports, end_on_interrupt, run_main
 
 if __name__ == "__main__":
     end_on_interrupt()
+    begin_imports()
 
 from areal_rloo.config import LauncherConfig
 from areal_rloo.errors import PreflightError, install

@@ -18,11 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
-from areal_rloo.program import end_on_interrupt, run_main
+from areal_rloo.program import begin_imports, end_on_interrupt, run_main
 from areal_rloo.standard_streams import stop_printing
 
 if __name__ == "__main__":
     end_on_interrupt()
+    begin_imports()
 
 from areal_rloo.config import Config, argument_name, dump_config
 from areal_rloo.errors import PreflightError

@@ -31,6 +31,7 @@ def _sum(given: TokenLogprobs, part: slice) -> torch.Tensor:
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.filterwarnings("ignore")  # warnings of torch about the compiler
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_compiled_layers_give_loss_and_gradient_of_eager_layers(tiny_folders: dict[str, Path], compiler: str) -> None:

@@ -14,6 +14,7 @@ from support.patience import PATIENCE_S
 from support.server_support import in_buckets, request
 
 from areal_rloo.engines.server import ServerEngine, UpdateGroup
+from areal_rloo.engines.server.client import ServerClient
 from areal_rloo.engines.server.supervision import ExternalServer
 
 _LABELS = ("/model_info", "/weight_info")  # the first call of a connection
@@ -126,3 +127,22 @@ def test_an_engine_closed_while_it_gives_up_a_server_leaves_no_session(
         assert connection.api.client._session.closed
 
     asyncio.run(main())
+
+
+def test_a_server_is_killed_although_its_session_does_not_close(
+    tiny_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, killed = ServerClient.close, list[str]()
+
+    async def fails(client: ServerClient) -> None:
+        await close(client)
+        raise OSError("for this test")
+
+    async def main() -> None:
+        monkeypatch.setattr(ExternalServer, "kill", lambda _: killed.append("killed"))
+        async with asyncio.timeout(60), engine_on_faulty(tiny_folders["qwen2"], FakeSGLang(), timeout_s=5.0):
+            monkeypatch.setattr(ServerClient, "close", fails)
+
+    with pytest.raises(OSError, match="for this test"):
+        asyncio.run(main())
+    assert killed == ["killed"]
