@@ -103,6 +103,7 @@ def test_no_test_begins_after_the_minutes_of_a_run() -> None:
     some = f"{Path(__file__).relative_to(TESTS.parent)}::{test_no_two_files_have_the_same_name.__name__}"
     for minutes, words in ((0, "1 skipped"), (9, "1 passed")):
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--minutes={minutes}", some]
-        alone = {name: value for name, value in os.environ.items() if name != "AREAL_RLOO_TESTS_BEGAN_S"}
+        of_this_run = ("AREAL_RLOO_TESTS_BEGAN_S", "PYTEST_ADDOPTS")  # with its folder, which the other would empty
+        alone = {name: value for name, value in os.environ.items() if name not in of_this_run}
         ended = subprocess.run(command, cwd=TESTS.parent, env=alone, capture_output=True, text=True, check=False)
         assert words in ended.stdout, ended.stdout + ended.stderr
