@@ -11,7 +11,7 @@ quickstart: $(STAMP)
 
 PYTEST := $(BIN)/python -m pytest --numprocesses=auto --dist=loadfile --no-loadscope-reorder
 
-test: $(STAMP)  # all that needs no cluster, no server of an engine and no C++ compiler: 25 minutes on two cores
+test: $(STAMP)  # all that needs no cluster, no server of an engine and no C++ compiler: 20 to 35 minutes on two cores
 	$(PYTEST) -m 'not full and not rare' $(ARGS)
 
 test-all: $(STAMP)  # everything; a test skips if its cluster, server or extra is missing

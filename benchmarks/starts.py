@@ -1,7 +1,8 @@
 """How much sooner has a learner imported its modules without Python's collector of cycles?
 
-Both contestants start `python -m areal_rloo.learner --help` with runpy. The named alternative, `collecting`, leaves the
-collector on, as Python does. A rollout worker has the same start; together they are most of the start of a small run.
+Both contestants run `python -m areal_rloo.learner --help` with runpy, from the start to the end of the process. The
+named alternative, `collecting`, leaves the collector on, as Python does. A rollout worker has the same start; together
+they are most of the start of a small run.
 """
 
 from __future__ import annotations

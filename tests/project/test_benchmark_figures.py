@@ -68,6 +68,7 @@ def test_the_table_of_ratios_equals_the_result_files() -> None:
         _ratios("weights", "transports", ("shared_memory", "memcpy"), ("collective", "gloo_flat")),
         _ratios("observing", "quickstart", ("observed", "alone")),
         _ratios("plan", "dry_run", ("16_hosts", "1_hosts"), ("128_hosts", "1_hosts")),
+        _ratios("starts", "learner", ("ours", "collecting")),
     ]
     table = _table("Ratios to named alternatives")
     assert [row[2] for row in table] == expected
