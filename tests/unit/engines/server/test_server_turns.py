@@ -19,6 +19,7 @@ from areal_rloo.turns import EngineTurn
 
 Scenario = Callable[[ServerEngine, FakeSGLang, Faults, ToldLearner], Awaitable[None]]
 PATIENCE_S = 3.0
+STEP_S = 1.5  # longer than any pause of an update of the fake
 KINDS = {"sglang": FakeSGLang, "vllm": FakeVLLM}
 SLEEP = {"sglang": "/release_memory_occupation", "vllm": "/sleep"}
 WAKE = {"sglang": "/resume_memory_occupation", "vllm": "/wake_up"}
@@ -169,13 +170,13 @@ def test_an_update_that_meets_a_server_falling_asleep_goes_first(tiny_folders: d
             updating = asyncio.create_task(_update(engine, tiny_folders["qwen2"], 2))
             await _until(lambda: len(exclusive._waiters or ()) == 2)
         await taking
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(STEP_S)
         before, prefilled = fake.sampled, engine.statistics().prefill_tokens
         await asyncio.to_thread(learner.give)
         await _until(lambda: fake.version == 2)
         assert (fake.sampled, engine.statistics().prefill_tokens) == (before, prefilled)
         await updating
-        assert engine.server_statistics().last_pause_s < 0.2, "the step is no pause of the update"
+        assert engine.server_statistics().last_pause_s < STEP_S, "the step is no pause of the update"
         assert len((await asyncio.wrap_future(future)).tokens) == 60
 
     _play(tiny_folders["qwen2"], tmp_path, FakeSGLang(), scenario)
