@@ -52,7 +52,7 @@ from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.security import make_keys
 from benchmarks import fleet_workers, hardware
 from benchmarks.fleet_workers import Load, Window
-from benchmarks.harness import Benchmark, Case, processes_with
+from benchmarks.harness import Benchmark, Case, forking_from
 
 SIZES = (1, 8, 64, 256, 1024)
 _WITH_LATENCY = 64
@@ -60,7 +60,7 @@ _GROUP_SIZE = 16
 _GROUPS_PER_WORKER, _LEAST_GROUPS, _MOST_GROUPS = 8, 64, 1024  # a step: a worker has 256 samples, if not too many
 _MEDIAN_TOKENS = 500
 _WINDOW = 16  # messages in flight of a raw sender, as of a worker
-_PATIENCE_S = 120  # a new process imports torch, on a machine that may be busy
+_PATIENCE_S = 120  # the first process imports torch, on a machine that may be busy
 _FAULTS = {"failure_share": 0.02, "deaths_per_s": 1.0}
 
 
@@ -237,7 +237,7 @@ def _service(config: Config, folder: Path) -> IntakeService:
 
 @contextmanager
 def _process(target: Callable[[Connection], None]) -> Iterator[Connection]:
-    context = processes_with("benchmarks.fleet")
+    context = forking_from("benchmarks.fleet")
     here, there = context.Pipe()
     process = context.Process(target=target, args=(there,))
     process.start()

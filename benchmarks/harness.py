@@ -182,7 +182,7 @@ def read(path: Path) -> Result:
     return msgspec.json.decode(path.read_bytes(), type=Result)
 
 
-def processes_with(module: str) -> ForkServerContext:
+def forking_from(module: str) -> ForkServerContext:
     """Return a context for processes that begin with this module imported, and with its memory.
 
     A server without threads forks them; it is the server of the first call in this process.

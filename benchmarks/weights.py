@@ -21,7 +21,7 @@ from areal_rloo.weights.broadcast import SendTransport
 from areal_rloo.weights.collective import CollectiveReader, CollectiveSender
 from areal_rloo.weights.manifest import Manifest, SharedMemoryOffer, build_manifest, checksum, gather, views
 from areal_rloo.weights.shared_memory import SharedMemoryReader, SharedMemorySender
-from benchmarks.harness import Benchmark, Case, processes_with, timed
+from benchmarks.harness import Benchmark, Case, forking_from, timed
 from benchmarks.peaks import finish
 
 NUM_TENSORS = 133
@@ -43,7 +43,7 @@ def transports(*, size_mb: int, bucket_mb: int, rounds: int, device: torch.devic
     manifest = build_manifest(tensors, bucket_bytes=bucket_mb * 2**20)
     flat = build_manifest(tensors, bucket_bytes=2**62)
     gib = manifest.total_bytes / 2**30
-    context = processes_with("benchmarks.weights")
+    context = forking_from("benchmarks.weights")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         senders: dict[str, tuple[Manifest, SendTransport]] = {
             "shared_memory": (manifest, SharedMemorySender(manifest, Path(folder))),

@@ -24,7 +24,7 @@ from areal_rloo.weights.broadcast import SendTransport
 from areal_rloo.weights.collective import CollectiveReader, CollectiveSender
 from areal_rloo.weights.manifest import CollectiveOffer, Manifest, build_manifest
 from areal_rloo.weights.shared_memory import SharedMemoryReader, SharedMemorySender
-from benchmarks.harness import Benchmark, Case, processes_with
+from benchmarks.harness import Benchmark, Case, forking_from
 
 CPU = torch.device("cpu")
 NUMBERS = (1, 8, 64)
@@ -64,7 +64,7 @@ class Fleet:
     def __init__(self, manifest: Manifest, sender: SendTransport, number: int) -> None:
         self._manifest, self._sender = manifest, sender
         self._names = [f"reader-{index}" for index in range(number)]
-        context = processes_with("benchmarks.weights_many")
+        context = forking_from("benchmarks.weights_many")
         self._pipes: list[Connection] = []
         for index in range(min(number, _NUM_PROCESSES)):
             here, there = context.Pipe()

@@ -1,4 +1,4 @@
-"""A program looks for cycles of objects again once its imports are over."""
+"""Programs import without Python's collector of cycles, and switch it on again before they work."""
 
 import gc
 import importlib
