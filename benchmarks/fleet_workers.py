@@ -41,6 +41,7 @@ _SHORT_BYTES = 200  # an acknowledgement is shorter
 _DECODE_STEP_S = 0.02
 _PATIENCE_S = 60.0
 _LONGEST_WAIT_S = 0.02  # then the pipe is looked at
+_IN, _MORE = int(zmq.POLLIN), int(zmq.SNDMORE)  # an operation on pyzmq's flags takes as long as a message
 _PER_POLL = 16  # the time for leases and notices, over that of a poll: else large fleets would mostly poll
 _GATHER_S, _MOST_GATHER_S = 16e-6, 0.001  # from poll to poll: a poll looks at all sockets; for each, and at most
 
@@ -116,13 +117,11 @@ class SyntheticWorker:
 
     def read(self) -> bool:
         """Take all acknowledgements that are here; return True if other messages wait for `handle`."""
-        while True:
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return bool(self._inbox)
+        while self.socket.get(zmq.EVENTS) & _IN:
+            frames = self.socket.recv_multipart()
             if len(frames[0]) > _SHORT_BYTES or not self._acknowledged(decode_learner(frames, self._limits)):
                 self._inbox.append(frames)
+        return bool(self._inbox)
 
     def handle(self) -> bool:
         """Handle a message; return True if others wait."""
@@ -143,7 +142,10 @@ class SyntheticWorker:
             if isinstance(message, Results) and message.number not in self._sent_s:
                 samples = [Duty(each.lease_id, *each.trajectories[0].sample_id) for each in message.finished]
                 self._sent_s[message.number] = [self._ended_s.pop(sample) for sample in samples]
-            self.socket.send_multipart(encode(message))
+            *first, last = encode(message)
+            for frame in first:
+                self.socket.send(frame, _MORE)
+            self.socket.send(last)
         self.wake_s = now_s + max(0.0, self._protocol.due_s() - time.monotonic())
         if self._load.rate and self._held:
             self.wake_s = min(self.wake_s, self._step_s(max(self._due_s, now_s)))

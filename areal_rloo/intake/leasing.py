@@ -77,7 +77,10 @@ class Leasing:
     def grants(self, policy_version: int, published: int) -> list[tuple[Worker, list[Lease]]]:
         """Grant leases: evaluation first, then lost samples, then groups not yet started. `owes`: there are more."""
         self.owes = False
-        leases = [*self._evaluation_leases(), *self._train_leases(policy_version, published)]
+        num_new = min(self._num_admissible(policy_version, published), self.stream.num_left)
+        if not num_new and not self._queue and not self.evaluation.has_waiting:  # as after most messages
+            return []
+        leases = [*self._evaluation_leases(), *self._train_leases(policy_version, published, num_new)]
         granted: dict[str, tuple[Worker, list[Lease]]] = {}
         for worker, lease in leases:
             granted.setdefault(worker.worker_id, (worker, []))[1].append(lease)
@@ -99,15 +102,12 @@ class Leasing:
             yield worker, self._lease(worker, group_id, samples, prompt, version, seed)
         self.owes = bool(workers) and self.evaluation.has_waiting
 
-    def _train_leases(self, policy_version: int, published: int) -> Iterator[tuple[Worker, Lease]]:
+    def _train_leases(self, policy_version: int, published: int, num_new: int) -> Iterator[tuple[Worker, Lease]]:
         """Lease whole groups to the worker with the most room, liars last, while any worker has room.
 
         The cost does not grow with the groups in flight, nor with the workers that have no room.
         """
-        num_new = 0 if self.stream.exhausted else self._num_admissible(policy_version, published)
-        if not self._queue and not num_new:
-            return
-        room = Room(self.fleet, min(num_new, self.stream.num_left), self.config.algorithm.group_size)
+        room = Room(self.fleet, num_new, self.config.algorithm.group_size)
         passed_over: list[LedgerGroup] = []  # they wait for room at another worker, and take none
         most = _MOST_GRANTED
         while room and most > 0 and (group := self._next_group(policy_version, published)) is not None:
@@ -213,5 +213,5 @@ class Leasing:
 def _leased_together(group: LedgerGroup, indices: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return the samples of each lease: all new samples together, and each partial rollout alone."""
     partial = [(index,) for index in indices if group.samples[index].partial]
-    new = tuple(index for index in indices if not group.samples[index].partial)
+    new = tuple(index for index in indices if not group.samples[index].partial) if partial else indices
     return [*partial, new] if new else [*partial]

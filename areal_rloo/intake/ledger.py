@@ -113,7 +113,7 @@ class LedgerGroup:
     @property
     def waiting(self) -> tuple[int, ...]:
         """The indices of the samples that wait for a lease."""
-        return tuple(i for i, sample in self.samples.items() if sample.worker_id is None and not sample.trajectories)
+        return tuple([i for i, sample in self.samples.items() if sample.worker_id is None and not sample.trajectories])
 
     @property
     def group(self) -> Group:

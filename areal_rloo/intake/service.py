@@ -41,7 +41,7 @@ _WAIT_LOG_S = 30.0
 _DUTY_S = 8e-6  # of the loop for a duty in the first Hello of a process
 _MOST_REPLIES = 32  # sent together: each alone would wake the sending thread
 _REPLY_S = 20e-6  # of the loop, to send one
-_LOOK_S, _MOST_WAIT_S = 0.001, 0.004  # messages come before the next leases of a large step, for a while
+_BETWEEN_PARTS_S = 0.002  # of a large step: messages come first
 _TICKS_PER_HEARTBEAT = 4
 _LONGEST_TICK_S = 0.25  # a dead worker's samples go elsewhere two heartbeats and a second after the death
 
@@ -248,10 +248,7 @@ class IntakeService:
         while True:
             await self._owed.wait()
             self._owed.clear()
-            ends_s = time.monotonic() + _MOST_WAIT_S
-            await asyncio.sleep(_LOOK_S)
-            while not self.channel.is_idle and time.monotonic() < ends_s:  # noqa: ASYNC110 - looks at the time, too
-                await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_BETWEEN_PARTS_S)
             self._apply(self._intake.grants())
 
     def _apply(self, messages: Sequence[Outgoing], *, wakes: bool = True) -> None:

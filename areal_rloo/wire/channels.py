@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any
 
 import msgspec
 import zmq
@@ -58,6 +58,7 @@ class LearnerChannel:
         limits: Limits,
     ) -> None:
         self._context, self._socket = context, socket
+        self._direct: zmq.Socket[zmq.Frame] = zmq.Socket.shadow(socket.underlying)  # never waits, and makes no futures
         self.address, self.admission = address, admission
         self._limits = limits
         self._max_leases_bytes = min(_LEASES_BYTES, limits.max_message_bytes // 2)
@@ -69,7 +70,6 @@ class LearnerChannel:
         self._offences, self._allowances, self.laps = Offences(), Allowances(), Laps()
         self._frames: list[zmq.Frame] = []  # of an unfinished message
         self._next_round_s = 0.0  # monotonic time
-        self.is_idle = False  # `receive` waits, and no message is here
         # The argument is the set of events; the kernel closes the connections of a killed process at once.
         self._monitor: zmq.asyncio.Socket = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPTED)
 
@@ -99,13 +99,12 @@ class LearnerChannel:
         if not self._inbox:  # reading a queued message does not suspend: let other tasks run, and messages gather
             await asyncio.sleep(max(0.0, self._next_round_s - time.monotonic()))
         while not self._inbox:
-            self.is_idle = True
-            await self._socket.poll()
-            self.is_idle = False
             self._next_round_s = time.monotonic() + _GATHER_S
             if self._read_round():
                 await asyncio.sleep(_FLOOD_PAUSE_S)
                 self.laps.begin()
+            elif not self._inbox:  # to wait costs more than to look
+                await self._socket.poll()
         return self._inbox.popleft()
 
     async def disconnected(self) -> str:
@@ -129,7 +128,9 @@ class LearnerChannel:
             parts = (message.leases[:half], message.leases[half:])
             sent = [self.send(peer, msgspec.structs.replace(message, leases=part)) for part in parts]
             return all(sent)
-        if not _sent(self._socket, frames, self._counts, self._limits, to=[bytes.fromhex(peer)]):
+        sent_now = _sent(self._direct, frames, self._counts, self._limits, to=[bytes.fromhex(peer)])
+        self._socket.get(zmq.EVENTS)  # the send may have taken the event for which `receive` waits
+        if not sent_now:
             logger.info("%s to %s is lost", type(message).__name__, peer)
             return False
         if isinstance(message, Welcome):
@@ -166,13 +167,12 @@ class LearnerChannel:
 
     def _read_round(self) -> bool:
         """Read queued frames, up to a bound, so other tasks have their turn; returns True during a flood."""
-        direct: zmq.Socket[zmq.Frame] = zmq.Socket.shadow(self._socket.underlying)
         num_discarded, num_excess = self._counts["discarded"], 0
         work_s = 0.0
         self.laps.begin()
         for _ in range(_ROUND_FRAMES):
             try:
-                frame = direct.recv(zmq.NOBLOCK, copy=False)
+                frame = self._direct.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
             if len(self._frames) <= _MOST_FRAMES:  # keep a frame too many, so the codec refuses the message
@@ -313,7 +313,7 @@ class WorkerChannel:
 
 
 def _sent(
-    socket: zmq.asyncio.Socket,
+    socket: zmq.asyncio.Socket | zmq.Socket[Any],
     frames: Sequence[Frame],
     counts: Counter[str],
     limits: Limits,
@@ -326,10 +326,11 @@ def _sent(
         logger.error("a message of %d bytes is lost: wire.max_message_bytes=%d", num_bytes, limits.max_message_bytes)
         counts["unroutable"] += 1
         return False
-    # Use the asyncio socket, although the future is done at once: the send re-arms the edge-triggered poll. Copies, so
-    # that no frame depends on when another thread of pyzmq frees the memory.
-    done = cast(asyncio.Future[object], socket.send_multipart([*to, *frames], zmq.NOBLOCK, copy=True))
-    if done.exception() is not None:
+    try:  # copies, so that no frame depends on when another thread of pyzmq frees the memory
+        done = socket.send_multipart([*to, *frames], zmq.NOBLOCK, copy=True)
+        if isinstance(done, asyncio.Future):  # done at once
+            done.result()
+    except zmq.ZMQError:
         counts["unroutable"] += 1
         return False
     counts["messages_out"] += 1
