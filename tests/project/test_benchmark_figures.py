@@ -39,6 +39,13 @@ def test_page_and_plot_of_a_benchmark_show_its_result_file(name: str) -> None:
     assert (RESULTS / f"{name}.svg").read_text(encoding="utf-8") == pages.svg(result)
 
 
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_result_has_its_date_its_commit_and_the_hardware(path: Path) -> None:
+    result = json.loads(path.read_text())
+    made = result.get("recorded", result)  # an early run did not note them: those of the commit with its numbers
+    assert made["date"] > "2026" and made["commit"] and result["hardware"]["processor"]
+
+
 def test_the_document_names_the_processor_of_each_result() -> None:
     results = [_result(name) for name in NAMES if (RESULTS / f"{name}.json").exists()]
     assert {result.benchmark for result in results if str(result.hardware["processor"]) not in MEASURED} == set()
