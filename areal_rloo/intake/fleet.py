@@ -278,6 +278,7 @@ class Fleet:
         """Record a heartbeat."""
         if self._met[worker.peer].record(heartbeat.work):
             worker.progress_s, worker.stalled = now_s, False
+            self._may_have_room[worker.worker_id] = worker
         elif heartbeat.policy_version != worker.policy_version:  # the samples may have waited for this version
             worker.progress_s = now_s
         worker.last_heard_s, worker.policy_version = now_s, heartbeat.policy_version

@@ -78,9 +78,9 @@ class Leasing:
         """Grant leases: evaluation first, then lost samples, then groups not yet started. `owes`: there are more."""
         self.owes = False
         num_new = min(self._num_admissible(policy_version, published), self.stream.num_left)
-        if not num_new and not self._queue and not self.evaluation.has_waiting:  # as after most messages
-            return []
-        leases = [*self._evaluation_leases(), *self._train_leases(policy_version, published, num_new)]
+        leases = [*self._evaluation_leases()]
+        if num_new or self._queue:  # after most messages, neither
+            leases += self._train_leases(policy_version, published, num_new)
         granted: dict[str, tuple[Worker, list[Lease]]] = {}
         for worker, lease in leases:
             granted.setdefault(worker.worker_id, (worker, []))[1].append(lease)

@@ -18,7 +18,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import zmq
@@ -160,6 +160,7 @@ class Connection:
     def __init__(self, socket: zmq.asyncio.Socket, address: Address, identity: bytes) -> None:
         """Raises PreflightError if other users can enter the folder."""
         self.socket = socket
+        self.direct: zmq.Socket[Any] = zmq.Socket.shadow(socket.underlying)  # never waits, and makes no futures
         socket.setsockopt(zmq.IDENTITY, identity)
         # For this end alone: libzmq 4.3.5 aborts a ROUTER with heartbeats (tests/integration/test_wire_channels.py).
         socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)

@@ -39,6 +39,7 @@ _UNREAD, _UNSENT = 64, 10_000  # messages of a peer in the learner's memory
 _MOST_FRAMES = 3  # of a message: peer, header and columns
 _ROUND_FRAMES, _ROUND_S = 2048, 0.005  # read, or of this thread's time, before other tasks have their turn
 _ROUND_EVENTS = 256
+_MORE_TURNS = (0.0, 0.0, 0.0)  # of the loop between rounds: the call of another thread takes as many
 _GATHER_S = 0.002  # from round to round: a round with what follows costs as much as several messages
 _FLOOD_PAUSE_S = 0.01
 _HANDSHAKE_MS = 5000  # then libzmq ends the connection
@@ -97,7 +98,8 @@ class LearnerChannel:
     async def receive(self) -> tuple[str, WorkerMessage]:
         """Return the next message and the sender. Unreadable messages are counted, logged and answered."""
         if not self._inbox:  # reading a queued message does not suspend: let other tasks run, and messages gather
-            await asyncio.sleep(max(0.0, self._next_round_s - time.monotonic()))
+            for wait_s in (max(0.0, self._next_round_s - time.monotonic()), *_MORE_TURNS):
+                await asyncio.sleep(wait_s)
         while not self._inbox:
             self._next_round_s = time.monotonic() + _GATHER_S
             if self._read_round():
@@ -128,9 +130,7 @@ class LearnerChannel:
             parts = (message.leases[:half], message.leases[half:])
             sent = [self.send(peer, msgspec.structs.replace(message, leases=part)) for part in parts]
             return all(sent)
-        sent_now = _sent(self._direct, frames, self._counts, self._limits, to=[bytes.fromhex(peer)])
-        self._socket.get(zmq.EVENTS)  # the send may have taken the event for which `receive` waits
-        if not sent_now:
+        if not _sent(self._socket, self._direct, frames, self._counts, self._limits, to=[bytes.fromhex(peer)]):
             logger.info("%s to %s is lost", type(message).__name__, peer)
             return False
         if isinstance(message, Welcome):
@@ -269,7 +269,7 @@ class WorkerChannel:
 
     def send(self, message: WorkerMessage) -> bool:
         """Send without waiting; returns False if the learner is away or the queue is full."""
-        return _sent(self._socket, encode(message), self._counts, self._limits)
+        return _sent(self._socket, self._connection.direct, encode(message), self._counts, self._limits)
 
     async def receive(self) -> LearnerMessage:
         """Return the next message.
@@ -313,7 +313,8 @@ class WorkerChannel:
 
 
 def _sent(
-    socket: zmq.asyncio.Socket | zmq.Socket[Any],
+    socket: zmq.asyncio.Socket,
+    direct: zmq.Socket[Any],
     frames: Sequence[Frame],
     counts: Counter[str],
     limits: Limits,
@@ -327,12 +328,13 @@ def _sent(
         counts["unroutable"] += 1
         return False
     try:  # copies, so that no frame depends on when another thread of pyzmq frees the memory
-        done = socket.send_multipart([*to, *frames], zmq.NOBLOCK, copy=True)
-        if isinstance(done, asyncio.Future):  # done at once
-            done.result()
+        direct.send_multipart([*to, *frames], zmq.NOBLOCK, copy=True)
     except zmq.ZMQError:
         counts["unroutable"] += 1
         return False
+    finally:
+        if not socket.closed:
+            socket.get(zmq.EVENTS)  # the send may have taken the event for which `receive` or `connected` waits
     counts["messages_out"] += 1
     counts["bytes_out"] += num_bytes
     return True

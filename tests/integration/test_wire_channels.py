@@ -66,25 +66,6 @@ def test_messages_go_both_ways(ends: Ends) -> None:
     ends.run(scenario, limits=LIMITS)
 
 
-def test_a_send_takes_no_message_from_a_receive_that_waits(ends: Ends) -> None:
-    """The descriptor of a socket tells once that something has come, and a send may be told."""
-
-    async def scenario(learner: LearnerChannel, address: Address) -> None:
-        worker = await _worker(address)
-        assert worker.send(GOODBYE)
-        peer, _ = await learner.receive()
-        for _ in range(5):
-            receiving = asyncio.create_task(learner.receive())
-            await asyncio.sleep(0.02)  # now it waits
-            assert worker.send(GOODBYE)
-            time.sleep(0.02)  # noqa: ASYNC251 - the message comes while the loop is busy
-            assert learner.send(peer, Drain())
-            assert await receiving == (peer, GOODBYE)
-        worker.close()
-
-    ends.run(scenario, limits=LIMITS)
-
-
 def test_a_message_to_a_learner_that_is_away_is_lost_at_once(ends: Ends) -> None:
     """The protocol sends again. Messages of hours must not flood a learner that returns."""
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 import pytest
-from support.intakes import LEARNER, ONE_GROUP, make_intake, make_offers
+from support.intakes import LEARNER, ONE_GROUP, fail, heartbeat, make_intake, make_offers
+from support.slow_intake import missed_leases
 
 from areal_rloo.intake import fleet
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
@@ -251,3 +252,20 @@ def test_an_evaluation_does_not_look_at_all_workers_for_each_prompt(monkeypatch:
     intake = _with_evaluation()
     outgoing = [*intake.handle("a", _hello("a"), 0.0), *intake.handle("b", _hello("b"), 0.0), *intake.evaluate()]
     assert any(duty.purpose == "eval" for peer in ("a", "b") for duty in _duties(outgoing, peer))
+
+
+def test_a_worker_that_makes_progress_again_gets_lost_samples_at_once() -> None:
+    """The samples lost while it was stalled must not wait for the next look at all workers."""
+    intake = make_intake(make_offers(), *ONE_GROUP)
+    for name in "ab":
+        intake.handle(name, _hello(name, capacity=8), 0.0)
+    stalls_s = intake._wire.stall_timeout_s + 1.0
+    for name in "ab":
+        intake.handle(name, heartbeat(), stalls_s)
+    duties = _duties(intake.tick(stalls_s), "b")  # `a` made no progress
+    intake.tick(stalls_s + 0.25)
+    fail(intake, "b", duties, now_s=stalls_s + 0.26)
+    intake.handle("a", heartbeat(tokens=5), stalls_s + 0.3)
+    sent = intake.handle("b", Goodbye(LEARNER, Work()), stalls_s + 0.35)
+    assert len(_duties(sent, "a")) == 2
+    assert missed_leases(intake._leasing, 0, 0) == []
