@@ -41,7 +41,7 @@ _WAIT_LOG_S = 30.0
 _DUTY_S = 8e-6  # of the loop for a duty in the first Hello of a process
 _MOST_REPLIES = 32  # sent together: each alone would wake the sending thread
 _REPLY_S = 20e-6  # of the loop, to send one
-_BETWEEN_PARTS_S = 0.002  # of a large step: messages come first
+_BETWEEN_PARTS_S = 0.001  # of a large step: messages come first
 _TICKS_PER_HEARTBEAT = 4
 _LONGEST_TICK_S = 0.25  # a dead worker's samples go elsewhere two heartbeats and a second after the death
 
