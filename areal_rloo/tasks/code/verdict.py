@@ -63,7 +63,7 @@ class RunLimits:
 
     cpu_s: float  # of processor time, for each test
     wall_s: float  # for each test
-    total_s: float  # of all tests together; the time of tests in parallel adds up
+    total_s: float  # of all tests together, after which no test starts; the time of tests in parallel adds up
     memory_bytes: int
 
 
@@ -125,12 +125,11 @@ class _Outputs:
 
     async def _passes(self, given: str, expected: str) -> bool:
         async with self._cores.core():
-            left_s = self._limits.total_s - self._spent_s
-            if left_s <= 0:
+            if self._spent_s >= self._limits.total_s:
                 return False
             limits = SandboxLimits(
                 cpu_s=self._limits.cpu_s,
-                wall_s=min(self._limits.wall_s, left_s),
+                wall_s=self._limits.wall_s,  # with only the rest of `total_s`, Python itself might not start in time
                 memory_bytes=self._limits.memory_bytes,
                 max_threads=_MOST_THREADS,
                 max_output_bytes=max(_LEAST_OUTPUT_BYTES, 2 * len(expected.encode(errors="surrogatepass"))),

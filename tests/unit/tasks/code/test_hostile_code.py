@@ -18,7 +18,7 @@ from areal_rloo.tasks.code.task import CodeTask
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 
-SHORT = {"cpu_s": 1, "wall_s": 0.7, "total_s": 0.7}
+SHORT = {"cpu_s": 1, "wall_s": 1.5, "total_s": 1.5}
 SECRET = "rosebud-4711"
 SECRET_CALL = {**MBPP, "test_list": [f"assert find(1) == '{SECRET}'"], "code": ""}
 SECRET_OUTPUT = {**APPS, "input_output": json.dumps({"inputs": ["1"], "outputs": [SECRET]})}
@@ -141,7 +141,13 @@ def test_a_hanging_call_costs_the_other_calls_nothing() -> None:
 def test_the_time_of_all_tests_is_limited() -> None:
     inputs = {"inputs": ["1"] * 50, "outputs": ["1"] * 50}
     row = {**APPS, "input_output": json.dumps(inputs)}
-    assert reward(row, "import time\ntime.sleep(0.2)\nprint(1)", partial=True, **SHORT) < 0.2
+    limits = {"cpu_s": 1, "wall_s": 60, "total_s": 0.7}
+    assert 0 < reward(row, "import time\ntime.sleep(0.2)\nprint(1)", partial=True, **limits) < 0.2
+
+
+def test_a_test_that_starts_just_before_the_end_has_its_whole_time() -> None:
+    adds = "print(sum(map(int, input().split())))"
+    assert reward(APPS, adds, partial=True, cpu_s=5, wall_s=60, total_s=1e-6) == pytest.approx(1 / 3)
 
 
 def test_a_hang_in_a_pool_has_a_reward_of_0_and_leaves_no_process() -> None:
