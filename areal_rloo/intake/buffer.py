@@ -20,7 +20,7 @@ from areal_rloo.intake.queues import GroupQueue
 from areal_rloo.telemetry import trace
 from areal_rloo.trajectory import Group
 
-_FREED = 2  # samples for each new one
+_FREED = 1.25  # samples for each new one: all of a step by the next
 
 
 class Buffer:
@@ -44,6 +44,7 @@ class Buffer:
         self._note = note  # called with every complete group, also if the group is not worth training on
         self._taken: list[int] = []  # groups in training
         self._trained: list[LedgerGroup] = []  # not yet freed
+        self._num_to_free = 0.0  # groups
         self._ready = GroupQueue()  # complete groups, with something fresh at this version
         self._policy_version = 0
         self._new = [group for group in ledger.groups.values() if group.complete]  # not yet compared with the version
@@ -108,8 +109,9 @@ class Buffer:
 
     def free(self, num_arrived: int) -> None:
         """Free some groups that were trained on: a step of 64 workers at once would hold up the loop for 20 ms."""
-        num_groups = -(-_FREED * num_arrived // self._algorithm.group_size)
-        del self._trained[max(0, len(self._trained) - num_groups) :]
+        self._num_to_free += _FREED * num_arrived / self._algorithm.group_size
+        num_groups, self._num_to_free = divmod(self._num_to_free, 1)
+        del self._trained[max(0, len(self._trained) - int(num_groups)) :]
 
     def refused(self, reason: str) -> None:
         """Drop the batch taken last."""

@@ -300,9 +300,7 @@ class IntakeService:
                 return
             if self._failure is not None:
                 raise self._failure
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, warn_s - time.monotonic())):  # `wait_for` can lose a cancellation
-                    await self._changed.wait()
+            await self._changed.wait()  # every tick is a change
             now_s = time.monotonic()
             if now_s >= warn_s:  # by time alone: messages may arrive although no group survives
                 warn_s = now_s + _WAIT_LOG_S

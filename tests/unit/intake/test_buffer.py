@@ -2,6 +2,7 @@
 
 import re
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,3 +190,19 @@ def test_a_group_past_the_bound_is_dropped_and_its_prompt_returns(policy: str) -
     assert bench.buffer.take(10, last=False) is None
     assert bench.dropped() == {"stale": 2 * GROUPS_PER_STEP}
     assert given_back == [(0, 0)] * GROUPS_PER_STEP
+
+
+def test_a_trained_step_is_freed_group_by_group_as_others_arrive() -> None:
+    bench = _Bench(group_size=4)
+    for _ in range(GROUPS_PER_STEP):
+        bench.complete(0.0, 1.0, 0.0, 1.0)
+    batch = bench.buffer.take(0, last=False)
+    assert batch is not None
+    held = [weakref.ref(group.trajectories[0].completion.tokens) for group in batch]
+    bench.buffer.trained()
+    del batch
+    left = []
+    for _ in range(11):
+        bench.buffer.free(1)
+        left.append(sum(each() is not None for each in held))
+    assert left == [3, 3, 3, 2, 2, 2, 1, 1, 1, 0, 0], "five samples for each four that arrive, as whole groups"
