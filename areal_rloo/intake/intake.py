@@ -214,7 +214,7 @@ class Intake:
             case wire.Results():
                 num_duties, num_train = (0, 0) if worker is None else (len(worker.duties), worker.num_train)
                 in_vain = self._answers.take_results(Sender(peer, name, worker), message, self._published)
-                self.buffer.free(len(message.finished))
+                self.buffer.free(len(message.finished) + len(message.failed))
                 aborts = [Outgoing(other.peer, wire.Abort(self.learner_id, (duty,))) for other, duty in in_vain]
                 replies = [Outgoing(peer, wire.Ack(message.number)), *aborts, *self._cut_off(peer)]
                 if worker is not None and self.fleet.at(peer) is worker:

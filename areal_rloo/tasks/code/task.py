@@ -19,7 +19,7 @@ from areal_rloo.tasks.code.cores import Cores
 from areal_rloo.tasks.code.program import find_program
 from areal_rloo.tasks.code.readers import SHAPES, Problem, read_problem
 from areal_rloo.tasks.code.tests import CallTests, OutputTests, Tests
-from areal_rloo.tasks.code.verdict import RunLimits, passed_share
+from areal_rloo.tasks.code.verdict import TESTS_LATER_S, RunLimits, passed_share
 from areal_rloo.tasks.rows import Row, RowTask
 
 _TESTS = "code_tests"  # the field of an item with the tests
@@ -60,8 +60,11 @@ class CodeTask(RowTask):
 
     @property
     def longest_s(self) -> float:
-        """The most seconds of the programs of a completion: the last test may start just before the end."""
-        return self._limits.total_s + self._limits.wall_s
+        """The most seconds of the programs of a completion: the last test may start just before the end.
+
+        Tests of calls end later than their program.
+        """
+        return self._limits.total_s + max(self._limits.wall_s, TESTS_LATER_S)
 
     def item(self, row: Row, where: str) -> Item:
         problem = read_problem(row, where, self.parameters["format"])

@@ -51,7 +51,7 @@ sys.setrecursionlimit(50_000)
 """
 _MOST_THREADS = 4  # some programs start a thread to get a larger stack
 _LEAST_OUTPUT_BYTES = 64 << 10
-_TESTS_LATER_S = 5.0  # the tests end after the program, to count the passed ones
+TESTS_LATER_S = 5.0  # tests of calls end after the program, to count the passed ones
 _ABSOLUTE = 1e-8  # tolerance near 0
 _INTEGER = re.compile(r"[-+]?\d+")
 _DECIMAL = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
@@ -148,7 +148,7 @@ async def _calls(program: str, tests: CallTests, limits: RunLimits, partial: boo
         cpu_s=limits.total_s, wall_s=limits.total_s, memory_bytes=limits.memory_bytes, max_threads=_MOST_THREADS
     )
     for_tests = SandboxLimits(
-        cpu_s=limits.total_s, wall_s=limits.total_s + _TESTS_LATER_S, memory_bytes=limits.memory_bytes
+        cpu_s=limits.total_s, wall_s=limits.total_s + TESTS_LATER_S, memory_bytes=limits.memory_bytes
     )
     one, other = socket.socketpair()
     running = asyncio.create_task(run_python(served, for_program, one), name="a program under test")

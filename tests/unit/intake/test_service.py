@@ -301,8 +301,7 @@ def test_queued_messages_do_not_block_the_training_thread(tmp_path: Path) -> Non
     service.close()
 
 
-def test_a_hello_that_uses_up_the_data_wakes_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("areal_rloo.intake.service._WAIT_LOG_S", 1000.0)  # no other wake-up
+def test_a_hello_that_uses_up_the_data_ends_the_wait(tmp_path: Path) -> None:
     stream = PromptStream([Source("all", [Item("1+1=?", "2")])], lambda *_: (1, 2), seed=0, num_epochs=1)
     assert stream.take() is not None  # the only prompt is gone, and the stream does not know yet
     broadcaster = make_broadcaster(tmp_path)

@@ -15,6 +15,7 @@ from support.reward_requests import reward_request
 from areal_rloo.config import SourceConfig, load_config
 from areal_rloo.rewards.parts import scorer_argument
 from areal_rloo.tasks.code.task import CodeTask
+from areal_rloo.tasks.code.verdict import TESTS_LATER_S
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 
@@ -148,6 +149,16 @@ def test_the_time_of_all_tests_is_limited() -> None:
 def test_a_test_that_starts_just_before_the_end_has_its_whole_time() -> None:
     adds = "print(sum(map(int, input().split())))"
     assert reward(APPS, adds, partial=True, cpu_s=5, wall_s=60, total_s=1e-6) == pytest.approx(1 / 3)
+
+
+def test_the_longest_time_includes_the_last_test_and_the_tests_of_calls() -> None:
+    """A program can return its last value just before the end, and the tests count after that."""
+
+    def longest_s(**limits: float) -> float:
+        return CodeTask(SourceConfig(task="code", parameters=limits), 0).longest_s
+
+    assert longest_s(wall_s=8.0, total_s=16.0) == 24
+    assert longest_s(wall_s=0.5, total_s=3.0) == 3 + TESTS_LATER_S
 
 
 def test_a_hang_in_a_pool_has_a_reward_of_0_and_leaves_no_process() -> None:
