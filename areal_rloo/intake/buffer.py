@@ -20,7 +20,7 @@ from areal_rloo.intake.queues import GroupQueue
 from areal_rloo.telemetry import trace
 from areal_rloo.trajectory import Group
 
-_FREED = 1.25  # samples for each new one: all of a step by the next
+_FREED = 1.25  # samples for each new one: all of a step by the next, if as many arrive
 
 
 class Buffer:
@@ -108,7 +108,7 @@ class Buffer:
         self._taken.clear()
 
     def free(self, num_arrived: int) -> None:
-        """Free some groups that were trained on: a step of 64 workers at once would hold up the loop for 20 ms."""
+        """Free some trained groups, for this many samples: all of a step at once would take 20 ms of the loop."""
         self._num_to_free += _FREED * num_arrived / self._algorithm.group_size
         num_groups, self._num_to_free = divmod(self._num_to_free, 1)
         del self._trained[max(0, len(self._trained) - int(num_groups)) :]
