@@ -5,7 +5,7 @@ train step takes no time. Synthetic workers (`fleet_workers.py`) live in another
 samples for each worker, at least 64 groups and at most 1,024, and as much again is in flight. The named alternative,
 `raw`, is a ROUTER that acknowledges every message of as many DEALERs: a sample of mean size in each, and nothing is
 decoded or recorded. (A worker's message has several samples; `raw` has 16 messages in flight.) `half`: the workers make
-half of the full rate; `faults`: likewise, with 2 % failed samples and a worker that dies each second; `quarter`: a
+half of the last full rate; `faults`: likewise, with 2 % failed samples and a worker that dies each second; `quarter`: a
 quarter. The line of facts has the medians of all windows, with the wait from the end of a sample to its
 acknowledgement. Both ends share two cores: `intake_busy` and `workers_busy` tell which end is the limit.
 """
@@ -77,8 +77,9 @@ def cases(quick: bool) -> Generator[Case]:
         yield Case(f"rate_{num_workers}", "samples/s", rates, pair, rounds, facts=fleet.facts, **options)
         if num_workers != _WITH_LATENCY and not quick:
             continue
-        fleet.facts = {}
-        loads = {"half": fleet.half, "faults": fleet.faults} | ({} if quick else {"quarter": fleet.quarter})
+        fleet.forget()
+        loads = {"full": fleet.full, "half": fleet.half, "faults": fleet.faults}
+        loads |= {} if quick else {"quarter": fleet.quarter}
         name, pair = f"latency_{num_workers}", [("faults", "half")]
         more = rounds if quick else 2 * rounds - 1
         yield Case(name, "samples/s", loads, pair, more, facts=fleet.facts, **options)
@@ -92,6 +93,11 @@ class Fleet:
         self.facts: dict[str, Any] = {"median_tokens": _MEDIAN_TOKENS}
         self._num_workers, self._seconds = num_workers, seconds
         self._windows: defaultdict[str, list[Served]] = defaultdict(list)
+
+    def forget(self) -> None:
+        """Begin with the facts anew."""
+        self.facts = {}
+        self._windows.clear()
 
     def raw(self) -> float:
         """Return messages a second."""
@@ -114,9 +120,8 @@ class Fleet:
         return self._served("quarter", rate=self._rate(1 / 4)).samples_per_s
 
     def _rate(self, share: float) -> float:
-        """Return a share of the full rate, of each worker."""
-        full = statistics.median(window.samples_per_s for window in self._windows["full"])
-        return share * full / self._num_workers
+        """Return a share of the newest full rate, of each worker: the speed of a machine changes within minutes."""
+        return share * self._windows["full"][-1].samples_per_s / self._num_workers
 
     def _served(self, name: str, **load: float) -> Served:
         """Measure a window, and keep the medians of all windows of this name as facts."""

@@ -96,7 +96,8 @@ class Answers:
         if sample is None or grant is None:
             return []
         lie: Lie | None = None
-        if lowest is None or lowest < grant.min_version:  # else nothing is wrong: `Lies.lowest_plain_version`
+        is_plain = lowest is not None and lowest >= grant.min_version  # then nothing is wrong, or too long
+        if not is_plain:
             lie = self.lies.in_trajectories(trajectories, grant, self.leasing.prompt(duty.group_id), policy_version)
         if lie is not None:
             self._refuse(sender, duty, lie)
@@ -107,7 +108,7 @@ class Answers:
         self.failures.scored(sender.standing)
         if duty.purpose == "eval":
             self.leasing.evaluation.finish(trajectories)
-        elif not self._refuse_if_too_long(duty.sample_id, trajectories):
+        elif is_plain or not self._refuse_if_too_long(duty.sample_id, trajectories):
             self.leasing.buffer.settle(self.leasing.ledger.finish(duty.sample_id, trajectories))
         return in_vain
 

@@ -27,6 +27,7 @@ from areal_rloo.wire.turns import oldest_version
 
 logger = get_logger(__name__)
 
+_Samples = Mapping[int, Sample | None]  # by index
 _MOST_GRANTED = 256  # samples at once: all leases for the next step of 64 workers would hold up the loop for 60 ms
 
 
@@ -103,10 +104,7 @@ class Leasing:
         self.owes = bool(workers) and self.evaluation.has_waiting
 
     def _train_leases(self, policy_version: int, published: int, num_new: int) -> Iterator[tuple[Worker, Lease]]:
-        """Lease whole groups to the worker with the most room, liars last, while any worker has room.
-
-        The cost does not grow with the groups in flight, nor with the workers that have no room.
-        """
+        """Lease whole groups to the worker with the most room, liars last, while any worker has room."""
         room = Room(self.fleet, num_new, self.config.algorithm.group_size)
         passed_over: list[LedgerGroup] = []  # they wait for room at another worker, and take none
         most = _MOST_GRANTED
@@ -164,13 +162,7 @@ class Leasing:
             self.buffer.settle(self.ledger.drop_sample(sample_id, reason, detail=detail, num_tokens=num_tokens))
 
     def _lease(
-        self,
-        worker: Worker,
-        group_id: int,
-        samples: Mapping[int, Sample | None],
-        prompt: Prompt,
-        version: int,
-        seed: int,
+        self, worker: Worker, group_id: int, samples: _Samples, prompt: Prompt, version: int, seed: int
     ) -> Lease:
         self.newest_lease += 1
         first = next(iter(samples.values()))

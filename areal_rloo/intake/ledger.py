@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import NamedTuple
 
 from areal_rloo.intake.prompts import Prompt
@@ -27,7 +26,6 @@ from areal_rloo.telemetry.records import LedgerCounts
 from areal_rloo.trajectory import Group, SampleId, Trajectory
 from areal_rloo.wire.turns import num_tokens_of, num_written
 
-_TRAJECTORIES = attrgetter("trajectories")
 _MOST_DROPS = 256  # kept for inspection; all are counted
 _MOST_REASONS = 128  # in a checkpoint: ours, and the limited number of those that workers send
 _MOST_LEASES = 16  # of a sample, remembered to recognize late results
@@ -60,6 +58,8 @@ class Sample:
 
     def grant(self, lease_id: int) -> Grant | None:
         """Return a lease of this sample; None if the sample never had the lease, or had it too long ago."""
+        if self.leases and self.leases[-1].lease_id == lease_id:  # of nearly all answers
+            return self.leases[-1]
         return next((grant for grant in self.leases if grant.lease_id == lease_id), None)
 
     def remembers(self, lease_id: int) -> bool:
@@ -105,10 +105,14 @@ class LedgerGroup:
     deadline: int
     samples: dict[int, Sample] = field(default_factory=dict)
     in_training: bool = False
+    num_missing: int = field(init=False)  # samples without trajectories; only the ledger changes this
+
+    def __post_init__(self) -> None:
+        self.num_missing = sum(not sample.trajectories for sample in self.samples.values())
 
     @property
     def complete(self) -> bool:
-        return all(map(_TRAJECTORIES, self.samples.values()))  # after each sample: no generator of Python's
+        return self.num_missing == 0
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -160,6 +164,7 @@ class Ledger:
         """Record all trajectories of a sample in flight; returns the group."""
         group = self.groups[sample_id[0]]
         group.samples[sample_id[1]].finish(trajectories)
+        group.num_missing -= 1
         self._in_flight -= 1
         self._buffered += 1
         return group
@@ -230,6 +235,7 @@ class Ledger:
 
     def _drop(self, group: LedgerGroup, sample_index: int, reason: str, detail: str = "", num_tokens: int = 0) -> None:
         sample = group.samples.pop(sample_index)
+        group.num_missing -= not sample.trajectories
         self._buffered -= bool(sample.trajectories)
         self._in_flight -= not sample.trajectories
         self._drops.append(Drop(group.group_id, sample_index, group.prompt, sample.trajectories, reason, detail))

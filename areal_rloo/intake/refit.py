@@ -49,8 +49,7 @@ def refit(
 
 def _order(group: LedgerGroup) -> tuple[int, int, int]:
     """Return the deadline, the number of samples without trajectories, and the id."""
-    num_missing = sum(not sample.trajectories for sample in group.samples.values())
-    return group.deadline, num_missing, group.group_id
+    return group.deadline, group.num_missing, group.group_id
 
 
 def _deciding(config: Config) -> tuple[object, ...]:

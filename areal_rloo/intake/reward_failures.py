@@ -81,7 +81,7 @@ class RewardFailures:
         A prompt whose reward always fails fills a worker's own completions with failures, but not those of all.
         """
         own = standing.failed
-        if len(own) < LAST_OUTCOMES or not self._too_many(own) or not self._too_many_of_all:
+        if len(own) < LAST_OUTCOMES or not self._too_many_of_all or not self._too_many(own):
             return None
         if self._by_most(votes):
             return None
