@@ -2,7 +2,7 @@
 
 The intake calls `grants` after every event and sends the leases. Admission follows the staleness bound and the free
 capacity of the workers. Lost samples take their room before new groups are admitted. The cost of an event does not grow
-with the samples in flight, nor with the groups of a step: a large step is leased a part at a time.
+with what is in flight, with the workers that have no room, nor with a step: a large one is leased a part at a time.
 """
 
 from __future__ import annotations
