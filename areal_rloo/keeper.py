@@ -49,6 +49,14 @@ def kept(command: Sequence[str], *, bounded: bool = True) -> tuple[str, ...]:
     return (sys.executable, "-I", "-S", __file__, str(os.getpid()), _BOUNDED if bounded else "whole", *command)
 
 
+def was_killed(code: int | None) -> bool:
+    """Return whether the exit code of a kept process says that the kernel or an operator ended the process.
+
+    Other signals come from the command itself: its own code crashes. None: the kernel cannot end the process.
+    """
+    return code is None or -code in (signal.SIGKILL, *_ENDS)
+
+
 def main() -> None:
     """Start the command; exit with the command's code after everything has ended."""
     starter, bounded, command = int(sys.argv[1]), sys.argv[2] == _BOUNDED, sys.argv[3:]

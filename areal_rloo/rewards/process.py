@@ -26,7 +26,7 @@ import msgspec
 
 from areal_rloo.decoding import from_msgpack
 from areal_rloo.errors import ConfigError, DecodeError, RewardError, StartError
-from areal_rloo.keeper import kept
+from areal_rloo.keeper import kept, was_killed
 from areal_rloo.rewards.request import FailureReason, FinalAnswer, RewardRequest, Worth
 
 _KEEPER_S = 10.0  # for the keeper to kill everything; then the keeper hangs
@@ -140,9 +140,7 @@ class WorkerProcess:
                 raise ConfigError(reply.detail)
         except EOFError:
             code = await self.end()
-            failure = (
-                StartError if code == -signal.SIGKILL else ConfigError
-            )  # SIGKILL: by the kernel, or by an operator
+            failure = StartError if was_killed(code) else ConfigError
             raise failure(f"rewards: a worker process ended with code {code} before it was ready") from None
         except TimeoutError:
             await self.end()

@@ -19,7 +19,7 @@ import msgspec
 from areal_rloo.config import Config, import_entry
 from areal_rloo.decoding import from_msgpack
 from areal_rloo.errors import ConfigError, UserError, raised
-from areal_rloo.keeper import kept
+from areal_rloo.keeper import kept, was_killed
 from areal_rloo.waiting import run_beside_user_code
 
 _TRIAL_S = 20.0  # a slower constructor may load a model
@@ -61,7 +61,7 @@ def try_own_episode(config: Config, *, timeout_s: float = _TRIAL_S) -> bool:
             reason = ""
     if reason:
         raise ConfigError(reason)
-    if process.returncode not in (0, -signal.SIGKILL):  # SIGKILL: by the kernel, for memory, or by an operator
+    if process.returncode != 0 and not was_killed(process.returncode):
         path = config.rollout.episode.type
         raise ConfigError(f"{_KEY}: {path} ends the process that makes it from the config: code {process.returncode}")
     return process.returncode == 0

@@ -31,8 +31,8 @@ def make(argument, is_async=False):
     with open(path, "a") as file:
         file.write("x")
     if os.path.getsize(path) in eval(bad):  # which starts fail
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if how.startswith("SIG"):
+            os.kill(os.getpid(), signal.Signals[how])
         elif how == "hang":
             time.sleep(3600)
         raise RuntimeError("not now")
@@ -70,7 +70,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
     """Make a pool whose scorer fails at certain starts."""
     (tmp_path / "scorer.py").write_text(SCORER)
 
-    def made(bad: str, how: str = "kill", num_workers: int = 1, policy: RestartPolicy = POLICY) -> Pool:
+    def made(bad: str, how: str = "SIGKILL", num_workers: int = 1, policy: RestartPolicy = POLICY) -> Pool:
         argument, path = f"{tmp_path / 'starts'}|{bad}|{how}".encode(), tmp_path / "scorer.py"
         if request.param == "in turn":
             return RewardPool(f"{path}:make", argument, num_workers=num_workers, deadline_s=60.0, restarts=policy)
@@ -99,9 +99,9 @@ async def _outcome(pool: Pool, completion: str) -> float | str:
         return failure.reason
 
 
-@pytest.mark.parametrize(("how", "code"), [("kill", 1), ("raise", 2)])
+@pytest.mark.parametrize(("how", "code"), [("SIGKILL", 1), ("SIGTERM", 1), ("SIGHUP", 1), ("SIGSEGV", 2), ("raise", 2)])
 def test_only_a_scorer_that_fails_by_itself_is_a_mistake_of_the_user(make: Make, how: str, code: int) -> None:
-    """The kernel kills a process if memory is short; then the launcher restarts the worker, and the run goes on."""
+    """The kernel or an operator may kill a process; then the launcher restarts the worker, and the run goes on."""
 
     async def scenario(pool: Pool) -> None:
         raise AssertionError("the pool is not ready")
@@ -109,7 +109,7 @@ def test_only_a_scorer_that_fails_by_itself_is_a_mistake_of_the_user(make: Make,
     assert run_to_exit_code(lambda: _run(lambda: make("(1,)", how), scenario)) == code
 
 
-@pytest.mark.parametrize("how", ["kill", "raise", "hang"])
+@pytest.mark.parametrize("how", ["SIGKILL", "raise", "hang"])
 def test_a_failed_replacement_is_tried_again(make: Make, how: str) -> None:
     policy = POLICY if how != "hang" else RestartPolicy(ready_within_s=4.0, first_pause_s=0.1, served_within_s=60.0)
 
@@ -194,7 +194,7 @@ from areal_rloo.rewards.pool import RewardPool
 from areal_rloo.trajectory import Item
 
 async def main():
-    argument = b"{tmp_path / "starts"}|()|kill"
+    argument = b"{tmp_path / "starts"}|()|SIGKILL"
     pool = RewardPool("{tmp_path / "scorer.py"}:make", argument, num_workers=1, deadline_s=60.0)
     await pool.ready()
     await pool.score(reward_request("session", Item("what?")), "part")

@@ -68,6 +68,12 @@ def test_a_constructor_that_ends_the_process_is_refused(tmp_path: Path) -> None:
         _made(_config(tmp_path, "import os; os._exit(7)"))
 
 
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM"])
+def test_a_trial_that_was_killed_says_nothing_about_the_episode(tmp_path: Path, number: str) -> None:
+    killed = f"import os, signal; os.kill(os.getpid(), signal.{number})"
+    assert not _made(_config(tmp_path, killed))
+
+
 def test_a_slow_constructor_is_accepted_and_killed(tmp_path: Path) -> None:
     started = tmp_path / "started"
     slow = f"import pathlib, os, time; pathlib.Path({str(started)!r}).write_text(str(os.getpid())); time.sleep(1000)"
