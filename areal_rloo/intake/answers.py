@@ -42,7 +42,6 @@ class Answers:
     leasing: Leasing
     failures: RewardFailures
     lies: Lies
-    max_row_tokens: int  # of the learner
     num_repeated: int = 0  # answers that came too late, or twice
     _reasons: Words = field(init=False)  # of failures: a user's episode may have reasons of its own
 
@@ -170,11 +169,11 @@ class Answers:
 
     def _refuse_if_too_long(self, sample_id: SampleId, trajectories: Sequence[Trajectory]) -> bool:
         """Drop a sample if no row of the learner holds its longest trajectory; returns True if dropped."""
-        longest = longest_row(trajectories)
-        if longest <= self.max_row_tokens:
+        longest, most = longest_row(trajectories), self.lies.max_row_tokens
+        if longest <= most:
             return False
         detail = (
-            f"sample {sample_id} has {longest + 1} tokens, more than learner.microbatch_tokens={self.max_row_tokens}; "
+            f"sample {sample_id} has {longest + 1} tokens, more than learner.microbatch_tokens={most}; "
             "raise that option, or shorten prompts and completions"
         )
         num_tokens = sum(num_written(trajectory.completion) for trajectory in trajectories)

@@ -72,13 +72,8 @@ class Intake:
         self._leasing = Leasing(
             config=config, ledger=ledger, fleet=self.fleet, buffer=self.buffer, stream=stream, evaluation=evaluation
         )
-        self._answers = Answers(
-            fleet=self.fleet,
-            leasing=self._leasing,
-            failures=RewardFailures(config),
-            lies=lies,
-            max_row_tokens=config.learner.microbatch_tokens,
-        )
+        failures = RewardFailures(config)
+        self._answers = Answers(fleet=self.fleet, leasing=self._leasing, failures=failures, lies=lies)
 
     # -- messages of the workers ---------------------------------------------------------------------------------------
 

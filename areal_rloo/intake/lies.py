@@ -71,7 +71,7 @@ class Lies:
         self._has_prompt = episode.has_prompt
         self._is_single_turn = {each.type for each in (episode, *config.episodes.values())} == {"single_turn"}
         self._most_tokens, self._partial_tokens = config.context_tokens, config.partial_tokens
-        self._max_row_tokens = config.learner.microbatch_tokens
+        self.max_row_tokens = config.learner.microbatch_tokens  # of the learner
         self._most_trajectories = episode.most_trajectories
         self._reasons: Counter[str] = Counter()
         self._workers: Counter[str] = Counter()
@@ -110,7 +110,7 @@ class Lies:
         if results.extremes is None:
             return None
         highest_token, lowest_version, highest_version, most_tokens, _, has_spans, has_even_spans = results.extremes
-        is_long = most_tokens - 1 > self._max_row_tokens  # as in `longest_row`
+        is_long = most_tokens - 1 > self.max_row_tokens  # as in `longest_row`
         if highest_token >= self._vocab_size or highest_version > policy_version or is_long:
             return None
         has_strange_spans = has_spans if self._is_single_turn else has_even_spans
