@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
 from areal_rloo.errors import RewardError
-from areal_rloo.intake.fleet import Fleet, Standing, Worker
+from areal_rloo.intake.fleet import Fleet
 from areal_rloo.intake.leasing import Leasing
 from areal_rloo.intake.ledger import Grant, Sample
 from areal_rloo.intake.lies import Lie, Lies
 from areal_rloo.intake.reward_failures import RewardFailures
+from areal_rloo.intake.worker import Standing, Worker
 from areal_rloo.rewards.request import FailureReason
 from areal_rloo.telemetry import trace
 from areal_rloo.telemetry.words import Words
@@ -53,11 +54,12 @@ class Answers:
 
         Returns the duties of other workers that are in vain now.
         """
-        in_vain = []
+        in_vain: list[tuple[Worker, Duty]] = []
         lowest = self.lies.lowest_plain_version(results, policy_version, self.leasing.prompt_to_train)
         for lease_id, trajectories in results.finished:
-            duty = Duty(lease_id, *trajectories[0].sample_id)
-            in_vain += self._finish(sender, duty, trajectories, policy_version, lowest)
+            if not self.lies.is_cut_off(sender.peer):
+                duty = Duty(lease_id, *trajectories[0].sample_id)
+                in_vain += self._finish(sender, duty, trajectories, policy_version, lowest)
         for failed in results.failed:
             if not self.lies.is_cut_off(sender.peer):
                 self._fail(sender, failed)
@@ -74,7 +76,7 @@ class Answers:
         for partial in message.partials:
             duty = Duty(partial.lease_id, partial.group_id, partial.sample_index)
             sample, grant = self._lease_of(sender, duty)
-            if sample is None or grant is None or duty.purpose == "eval":
+            if sample is None or grant is None or duty.purpose == "eval" or self.lies.is_cut_off(sender.peer):
                 continue
             lie = self.lies.in_partial(partial.turns, grant=grant, policy_version=policy_version)
             if lie is not None:

@@ -73,14 +73,14 @@ class Buffer:
             self._ledger.drop_group(group.group_id, reason)
             self._filter.check(has_batch=self.num_ready >= self._groups_per_step)
 
-    def take(self, policy_version: int, *, last: bool) -> list[Group] | None:
+    def take(self, policy_version: int, *, is_last: Callable[[], bool]) -> list[Group] | None:
         """Take the batch for the step at this version; None while the batch is not complete.
 
-        `last`: no group will be admitted any more, so a smaller batch is better than none.
+        `is_last`: if no other group can come, a smaller batch will do. Asked once stale groups gave their prompts back.
         """
         self._keep_ready(policy_version)
         wanted = self._groups_per_step
-        if last and len(self._ready) == len(self._ledger.groups):
+        if is_last() and len(self._ready) == len(self._ledger.groups):
             wanted = min(wanted, len(self._ready))
         if wanted == 0 or len(self._ready) < wanted:
             return None

@@ -13,13 +13,14 @@ from areal_rloo.config import Config
 from areal_rloo.intake.answers import Answers, Sender
 from areal_rloo.intake.buffer import Buffer
 from areal_rloo.intake.evaluation import Evaluation
-from areal_rloo.intake.fleet import Fleet, Outgoing, Worker
+from areal_rloo.intake.fleet import Fleet, Outgoing
 from areal_rloo.intake.leasing import Leasing
 from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.lies import Lies
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.intake.reward_failures import RewardFailures
 from areal_rloo.intake.work import IntakeStatistics
+from areal_rloo.intake.worker import Worker
 from areal_rloo.telemetry import trace
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Group
@@ -100,9 +101,9 @@ class Intake:
         if (worker := self.fleet.at(peer)) is not None:
             worker.disconnected_s = now_s
 
-    def tick(self, now_s: float) -> list[Outgoing]:
-        """Treat silent workers as dead; take the duties of workers without progress, and duties held for too long."""
-        for worker in self.fleet.silent(now_s, self._wire):
+    def tick(self, now_s: float, *, late_s: float = 0.0) -> list[Outgoing]:
+        """Treat silent workers as dead; take duties without progress or held too long. `late_s`: nothing was read."""
+        for worker in self.fleet.silent(now_s, self._wire, late_s):
             self._remove(worker)
         outgoing = [self._take_duties(worker, is_attempt=True) for worker in self.fleet.stalled(now_s, self._wire)]
         for worker in self.fleet.overdue(now_s, self._lease_timeout_s, self._leasing.newest_lease):
@@ -127,7 +128,7 @@ class Intake:
 
     def take_batch(self) -> list[Group] | None:
         """Take the batch of the step at the current version; None while the batch is not complete."""
-        return None if self.draining else self.buffer.take(self._policy_version, last=self.stream.exhausted)
+        return None if self.draining else self.buffer.take(self._policy_version, is_last=lambda: self.stream.exhausted)
 
     @property
     def lies(self) -> Lies:

@@ -15,10 +15,11 @@ from areal_rloo.algorithm.staleness import deadline, num_admissible
 from areal_rloo.config import Config
 from areal_rloo.intake.buffer import Buffer
 from areal_rloo.intake.evaluation import Evaluation
-from areal_rloo.intake.fleet import Fleet, Worker
+from areal_rloo.intake.fleet import Fleet
 from areal_rloo.intake.ledger import Grant, Ledger, LedgerGroup, Sample
 from areal_rloo.intake.prompts import Prompt, PromptStream
 from areal_rloo.intake.queues import GroupQueue, Room
+from areal_rloo.intake.worker import Worker
 from areal_rloo.telemetry import trace
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import SampleId, purpose_of

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain, pairwise
 
-from areal_rloo.intake.fleet import Fleet, Worker
+from areal_rloo.intake.fleet import Fleet
 from areal_rloo.intake.ledger import LedgerGroup
+from areal_rloo.intake.worker import Worker
 
 
 class GroupQueue:

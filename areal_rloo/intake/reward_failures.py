@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 
 from areal_rloo.config import Config
 from areal_rloo.errors import RewardError, UserError
-from areal_rloo.intake.fleet import LAST_OUTCOMES, Standing
+from areal_rloo.intake.worker import LAST_OUTCOMES, Standing
 from areal_rloo.telemetry.logs import get_logger
 
 logger = get_logger(__name__)

@@ -240,9 +240,11 @@ class IntakeService:
             self._intake.disconnected(peer, time.monotonic())
 
     async def _watch(self) -> None:
+        tick_s = min(_LONGEST_TICK_S, self._heartbeat_s / _TICKS_PER_HEARTBEAT)
         while True:
-            await asyncio.sleep(min(_LONGEST_TICK_S, self._heartbeat_s / _TICKS_PER_HEARTBEAT))
-            self._apply(self._intake.tick(time.monotonic()))
+            due_s = time.monotonic() + tick_s
+            await asyncio.sleep(tick_s)
+            self._apply(self._intake.tick(time.monotonic(), late_s=time.monotonic() - due_s))
 
     async def _grant_on(self) -> None:
         while True:

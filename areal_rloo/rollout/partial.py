@@ -23,7 +23,7 @@ from areal_rloo.engines.base import GenerationRequest
 from areal_rloo.errors import DecodeError, GenerationError
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.trajectory import Completion
-from areal_rloo.wire.messages import Duty, Lease, Partial
+from areal_rloo.wire.messages import MOST_PARTIALS, Duty, Lease, Partial
 from areal_rloo.wire.turns import RecordedTurn, decode_turns
 
 logger = get_logger(__name__)
@@ -119,7 +119,7 @@ def in_messages(partials: Iterable[tuple[Duty, bytes]], *, max_bytes: int) -> li
     for duty, turns in partials:
         if not 0 < len(turns) <= max_bytes:
             continue
-        if num_bytes + len(turns) > max_bytes:
+        if num_bytes + len(turns) > max_bytes or len(messages[-1]) == MOST_PARTIALS:
             messages.append([])
             num_bytes = 0
         messages[-1].append(Partial(*duty, turns))

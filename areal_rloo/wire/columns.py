@@ -14,9 +14,9 @@ an episode may be the user's code.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from typing import Annotated, Any, NamedTuple, get_args
 
 import msgspec
@@ -40,6 +40,7 @@ _NO_REWARDS = np.zeros(0, dtype=_FLOAT32)
 _ITEM_BYTES = 4  # of each number
 
 MOST_TRAJECTORIES, MOST_TOKENS = 4096, 2**24
+MOST_RUNS = 2**12  # of a version, in a trajectory: more policy versions than any sample lives through
 _MOST_SPANS = 2**13  # of a trajectory: 4096 turns
 
 
@@ -138,13 +139,13 @@ def decode_columns(headers: Headers, columns: Frame, limits: Limits) -> tuple[tu
     _check_num_trajectories(len(headers), limits)
     for number, header in enumerate(headers):
         _check_header(header, limits, may_repeat=number > 0)
-    num_tokens = [header.num_tokens for header in headers]
+    num_tokens, num_runs = [each.num_tokens for each in headers], [each.num_version_runs for each in headers]
     sizes = [header.num_prompt_tokens + header.num_tokens for header in headers]
     rewarded = [header for header in headers if header.has_token_rewards]
     num_rewards = [header.num_tokens for header in rewarded]
     at_logprobs = sum(sizes)
     at_runs = at_logprobs + sum(num_tokens)
-    at_rewards = at_runs + 2 * sum([header.num_version_runs for header in headers])
+    at_rewards = at_runs + 2 * sum(num_runs)
     num_bytes = _ITEM_BYTES * (at_rewards + sum(num_rewards))
     if len(columns) != num_bytes:
         raise DecodeError(f"columns: expected {num_bytes} bytes, as the headers say, got {len(columns)}")
@@ -156,15 +157,13 @@ def decode_columns(headers: Headers, columns: Frame, limits: Limits) -> tuple[tu
     highest = _check_tokens(tokens, headers, sizes)
     _check_logprobs(logprobs, headers, num_tokens)
     _check_token_rewards(rewards, rewarded, num_rewards)
-    pairs = runs.tolist()
-    rest = iter(pairs)
-    for header in headers:
-        _check_version_runs(islice(rest, header.num_version_runs), header)
-    spans = [header.spans for header in headers if header.spans]
-    has_even = any(len(each) % 2 == 0 for each in spans)
+    _check_version_runs(runs, headers, num_runs, num_tokens)
+    num_spans = [len(header.spans) for header in headers if header.spans]
     trajectories = _cut(headers, tokens, logprobs, runs[:, 0].repeat(runs[:, 1]), rewards)
     sizes = [trajectory.num_tokens for trajectory in trajectories]
-    return trajectories, Extremes(highest, min(pairs)[0], max(pairs)[0], max(sizes), sum(sizes), bool(spans), has_even)
+    lowest, newest = int(runs[:, 0].min()), int(runs[:, 0].max())
+    has_even = any(num % 2 == 0 for num in num_spans)
+    return trajectories, Extremes(highest, lowest, newest, max(sizes), sum(sizes), bool(num_spans), has_even)
 
 
 def _cut(
@@ -233,7 +232,7 @@ def check_trajectories(trajectories: Sequence[Trajectory], limits: Limits) -> in
         except (DecodeError, TypeError, ValueError, AttributeError) as error:
             raise DecodeError(f"trajectory {trajectory.sample_id}: {error}") from error
         _check_header(header, limits, may_repeat=False)
-        _check_version_runs(runs, header)
+        _check_version_runs(np.array(runs, _INT32), [header], [len(runs)], [num])
         _check_tokens(prompt, [header], [len(prompt)])
         _check_tokens(tokens, [header], [num])
         _check_logprobs(logprobs, [header], [num])
@@ -295,18 +294,19 @@ def _refused(broken: rules.Broken, values: npt.NDArray[Any], headers: Headers, s
     return DecodeError(f"{_name(header)}: {rules.first_wrong(broken, values)}")
 
 
-def _check_version_runs(runs: Iterable[Sequence[int]], header: TrajectoryHeader) -> None:
-    try:
-        rules.check_version_runs(runs, header.num_tokens)
-    except ValueError as error:
-        raise DecodeError(f"{_name(header)}: {error}") from error
+def _check_version_runs(runs: Int32Array, headers: Headers, num_runs: list[int], num_tokens: list[int]) -> None:
+    if (broken := rules.broken_by_version_runs(runs, num_runs, num_tokens)) is not None:
+        raise DecodeError(f"{_name(headers[broken[0]])}: {broken[1]}")
 
 
 def _check_header(header: TrajectoryHeader, limits: Limits, *, may_repeat: bool) -> None:
-    for field in ("num_prompt_tokens", "num_tokens", "num_version_runs"):
-        least = 0 if may_repeat and field == "num_prompt_tokens" else 1
-        if not least <= (num := getattr(header, field)) <= limits.max_tokens:
-            raise DecodeError(f"{_name(header)}: {field}: expected {least} to {limits.max_tokens}, got {num}")
+    for field, least, most in (
+        ("num_prompt_tokens", int(not may_repeat), limits.max_tokens),
+        ("num_tokens", 1, limits.max_tokens),
+        ("num_version_runs", 1, min(limits.max_tokens, MOST_RUNS)),
+    ):
+        if not least <= (num := getattr(header, field)) <= most:
+            raise DecodeError(f"{_name(header)}: {field}: expected {least} to {most}, got {num}")
     if not is_reward(header.reward):
         raise DecodeError(
             f"{_name(header)}: reward: expected a number up to {MOST_REWARD:g} in size, got {header.reward}"

@@ -42,7 +42,7 @@ from msgspec import Meta
 from areal_rloo.trajectory import Item, Purpose, SampleId, Trajectory, purpose_of
 from areal_rloo.wire.columns import MOST_TOKENS, Extremes
 
-WIRE_VERSION = 12
+WIRE_VERSION = 13
 
 # The codec refuses other values: sums of many stay exact, and a peer's text cannot grow without end.
 MOST_COUNT, MOST_SECONDS = 2**53, 1e12
@@ -59,6 +59,7 @@ Text = Annotated[str, Meta(max_length=5000)]  # see `errors.shortened`; a record
 # A duty of 4 bytes takes up to 180 bytes of memory, and msgspec reads all values before our other checks. So each
 # collection has a bound far above an honest peer's. Bytes need none: they take no more memory than in the message.
 MOST_DUTIES = 2**18  # of a worker: an evaluation leases all samples together
+MOST_PARTIALS = 32  # of a message: the check of each may hold the learner's loop for 20 ms, however small it is
 SampleIndices = Annotated[tuple[SampleIndex, ...], Meta(max_length=MOST_DUTIES)]
 Digest = Annotated[bytes, Meta(max_length=64)]
 
@@ -213,7 +214,7 @@ class Partials(msgspec.Struct, frozen=True, tag="partials"):
 
     learner_id: Name
     call_id: Count  # 0 before a Goodbye
-    partials: Annotated[tuple[Partial, ...], Meta(max_length=MOST_DUTIES)]
+    partials: Annotated[tuple[Partial, ...], Meta(max_length=MOST_PARTIALS)]
     last: bool
 
 

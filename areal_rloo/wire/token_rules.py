@@ -60,6 +60,34 @@ def check_version_runs(runs: Iterable[Sequence[int]], num_tokens: int) -> None:
         raise ValueError(f"version_runs: expected counts for {num_tokens} tokens, got {total}")
 
 
+def broken_by_version_runs(
+    runs: npt.NDArray[np.int32], num_runs: list[int], num_tokens: list[int]
+) -> tuple[int, str] | None:
+    """Find the first trajectory whose runs `check_version_runs` refuses, and why; None if there is none.
+
+    Args:
+        runs: shape [n, 2], those of a trajectory after those of the last. A message can have a run for each token.
+        num_runs: of each trajectory, at least 1.
+        num_tokens: of each trajectory, at least 1.
+    """
+    versions, counts = runs[:, 0], runs[:, 1]
+    if len(runs) == len(num_runs) and counts.tolist() == num_tokens and versions.min() >= 0:
+        return None  # a single version sampled each trajectory, as in most messages
+    starts = np.cumsum([0, *num_runs[:-1]])
+    is_wrong = (versions < 0) | (counts <= 0)
+    is_wrong[1:] |= (versions[1:] <= versions[:-1]) & ~np.isin(np.arange(1, len(runs)), starts)
+    is_wrong = np.logical_or.reduceat(is_wrong, starts)
+    is_wrong |= np.add.reduceat(counts, starts, dtype=np.int64) != num_tokens
+    if not is_wrong.any():
+        return None
+    number = int(is_wrong.argmax())
+    try:
+        check_version_runs(runs[starts[number] :][: num_runs[number]].tolist(), num_tokens[number])
+    except ValueError as error:
+        return number, str(error)
+    raise AssertionError("both checks have the same rules")
+
+
 def first_wrong(broken: Broken, values: npt.NDArray[Any]) -> str:
     """Name the rule and the first wrong value."""
     return f"{broken.rule}, got {values[int(broken.wrong.argmax())]}"

@@ -17,7 +17,7 @@ from msgspec import Meta
 from areal_rloo.decoding import from_msgpack
 from areal_rloo.errors import DecodeError
 from areal_rloo.trajectory import Completion, FinishReason
-from areal_rloo.wire.columns import MOST_TOKENS
+from areal_rloo.wire.columns import MOST_RUNS, MOST_TOKENS
 from areal_rloo.wire.token_rules import (
     Broken,
     broken_by_logprobs,
@@ -27,8 +27,7 @@ from areal_rloo.wire.token_rules import (
     version_runs,
 )
 
-# Of a sample. A turn takes 20 us to check, and a message can have a partial rollout for every sample of a worker.
-_MOST_TURNS, _MOST_RUNS = 2**10, 2**12
+_MOST_TURNS = 2**10  # of a sample: a turn takes 20 us to check
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 
 
@@ -44,7 +43,7 @@ class _Encoded(msgspec.Struct, frozen=True, array_like=True):
     tokens: bytes
     logprobs: bytes
     # a version, and how many tokens in a row it sampled
-    version_runs: Annotated[tuple[tuple[int, int], ...], Meta(max_length=_MOST_RUNS)]
+    version_runs: Annotated[tuple[tuple[int, int], ...], Meta(max_length=MOST_RUNS)]
     finish_reason: FinishReason
 
 
@@ -57,7 +56,7 @@ def encode_turns(turns: Sequence[RecordedTurn], *, most_tokens: int = MOST_TOKEN
     if len(turns) > _MOST_TURNS or not 0 < num_tokens <= most_tokens:
         return b""
     encoded = [_encoded(turn) for turn in turns]
-    return msgspec.msgpack.encode(encoded) if _num_runs(encoded) <= _MOST_RUNS else b""
+    return msgspec.msgpack.encode(encoded) if _num_runs(encoded) <= MOST_RUNS else b""
 
 
 def decode_turns(partial: bytes) -> tuple[RecordedTurn, ...]:
@@ -70,8 +69,8 @@ def decode_turns(partial: bytes) -> tuple[RecordedTurn, ...]:
         return ()
     try:
         encoded = from_msgpack(partial, EncodedTurns)
-        if (num_runs := _num_runs(encoded)) > _MOST_RUNS:
-            raise ValueError(f"expected at most {_MOST_RUNS} runs of a version, got {num_runs}")
+        if (num_runs := _num_runs(encoded)) > MOST_RUNS:
+            raise ValueError(f"expected at most {MOST_RUNS} runs of a version, got {num_runs}")
         return tuple(_decoded(each) for each in encoded)
     except (DecodeError, ValueError, OverflowError) as error:
         raise DecodeError(f"a partial rollout is not readable: {error}") from error

@@ -16,6 +16,7 @@ BESIDE = (
     *(
         "intake/evaluation.py",
         "intake/fleet.py",
+        "intake/worker.py",
         "intake/lies.py",
         "intake/work.py",
         "intake/queues.py",

@@ -14,11 +14,12 @@ import msgspec
 
 from areal_rloo.algorithm.staleness import num_admissible
 from areal_rloo.intake.answers import Answers, Sender
-from areal_rloo.intake.fleet import Fleet, Worker
+from areal_rloo.intake.fleet import Fleet
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.leasing import Leasing
 from areal_rloo.intake.ledger import Grant, Sample
 from areal_rloo.intake.reward_failures import RewardFailures
+from areal_rloo.intake.worker import Worker
 from areal_rloo.rollout.protocol import EngineState, Orders, WorkerProtocol
 from areal_rloo.weights.offers import Offers
 from areal_rloo.wire import messages as wire

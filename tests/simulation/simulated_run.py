@@ -104,7 +104,7 @@ class Simulation:
             ViolationError: an invariant does not hold, or the run does not end.
         """
         with (
-            patch("areal_rloo.intake.fleet.LAST_OUTCOMES", _LAST_OUTCOMES),
+            patch("areal_rloo.intake.worker.LAST_OUTCOMES", _LAST_OUTCOMES),
             patch("areal_rloo.intake.reward_failures.LAST_OUTCOMES", _LAST_OUTCOMES),
             patch("areal_rloo.intake.fleet.SET_ASIDE_S", _SET_ASIDE_S),
         ):

@@ -170,7 +170,7 @@ class Simulation:
         if self.version == self.config.learner.num_train_steps:
             return
         foreseen, is_late = self.buffer.upcoming(self.version), self.has_late_groups
-        batch = self.buffer.take(self.version, last=self.stream.exhausted)
+        batch = self.buffer.take(self.version, is_last=lambda: self.stream.exhausted)
         self.grant()
         if batch is None:
             return

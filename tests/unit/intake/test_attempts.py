@@ -7,10 +7,10 @@ import pytest
 from support.intakes import LEARNER, ONE_GROUP, VOCAB_SIZE, duties_of, fail, make_intake, make_offers
 
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
-from areal_rloo.intake.fleet import LAST_OUTCOMES
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.prompts import Prompt
 from areal_rloo.intake.saved_ledger import ledger_of, ledger_state
+from areal_rloo.intake.worker import LAST_OUTCOMES
 from areal_rloo.trajectory import Completion, Item, Trajectory
 from areal_rloo.wire.messages import (
     MOST_COUNT,

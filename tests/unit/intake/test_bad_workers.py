@@ -2,26 +2,33 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
-from support.intakes import LEARNER, ONE_GROUP, duties_of, fail, heartbeat, make_intake, make_offers
+from support.intakes import LEARNER, ONE_GROUP, VOCAB_SIZE, duties_of, fail, heartbeat, make_intake, make_offers
 
 from areal_rloo.config import load_config
 from areal_rloo.errors import UserError
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
-from areal_rloo.intake.fleet import LAST_OUTCOMES, SET_ASIDE_S, Outgoing
+from areal_rloo.intake.fleet import SET_ASIDE_S, Outgoing
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.ledger import Grant, Sample
 from areal_rloo.intake.prompts import Prompt
-from areal_rloo.trajectory import Item
+from areal_rloo.intake.worker import LAST_OUTCOMES
+from areal_rloo.trajectory import Completion, Item, Trajectory
 from areal_rloo.wire.messages import (
     MOST_COUNT,
     Abort,
     Duty,
+    Failed,
+    Finished,
     Goodbye,
     Heartbeat,
     HeartbeatReply,
     Hello,
+    Partial,
+    Partials,
     Refusal,
+    Results,
     Welcome,
     Work,
 )
@@ -32,6 +39,36 @@ TWO_GROUPS = (*ONE_GROUP, "learner.groups_per_step=2")
 
 def _hello(worker_id: str, incarnation: str = "1", *, capacity: int = 2, duties: Sequence[Duty] = ()) -> Hello:
     return Hello(worker_id, incarnation, capacity, 0, LEARNER, 1, MOST_COUNT, tuple(duties), Work())
+
+
+# -- lies --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["finished", "failed", "partials"])
+def test_what_follows_eight_lies_in_a_message_is_not_looked_at(kind: str) -> None:
+    intake = make_intake(make_offers(), "algorithm.group_size=4", "learner.groups_per_step=4")
+    duties = duties_of(intake.handle("liar", _hello("liar", capacity=16), 0.0))
+    lies, rest = duties[:8], duties[8:]
+    assert len(rest) == 8
+
+    def answer(duty: Duty, token: int) -> Finished:
+        tokens, logprobs = np.array([token], np.int32), np.array([-1.0], np.float32)
+        completion = Completion(tokens, logprobs, np.zeros(1, np.int32), "stop")
+        return Finished(duty.lease_id, (Trajectory(*duty.sample_id, np.array((1, 2), np.int32), completion, 1.0),))
+
+    finished, failed = tuple(answer(duty, VOCAB_SIZE) for duty in lies), ()
+    match kind:
+        case "finished":
+            finished += tuple(answer(duty, 3) for duty in rest)
+        case "failed":
+            failed = tuple(Failed(*duty, "reward_error", "no", "", 1) for duty in rest)
+    message: Results | Partials = Results(LEARNER, 7, finished, failed)
+    if kind == "partials":
+        message = Partials(LEARNER, 0, tuple(Partial(*duty, b"?") for duty in duties), last=True)
+    intake.handle("liar", message, 0.0)
+    counts, lied = intake.statistics().ledger, intake.lies.statistics()
+    assert (lied.cut_off, sum(lied.refused_answers.values())) == (1, 8)
+    assert (counts.buffered, counts.dropped, counts.in_flight) == (0, {}, 16)
 
 
 # -- holding samples ---------------------------------------------------------------------------------------------------

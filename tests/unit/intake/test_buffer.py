@@ -125,7 +125,7 @@ def test_a_run_ends_after_batches_of_refused_groups_in_place_of_one(by_function:
             bench.complete(0.0, 0.0)
         for _ in range(GROUPS_PER_STEP):
             bench.complete(0.0, 1.0)
-        assert bench.buffer.take(0, last=False) is not None
+        assert bench.buffer.take(0, is_last=lambda: False) is not None
         bench.buffer.trained()
     for _ in range(5):
         bench.complete(1.0, 1.0)
@@ -143,7 +143,7 @@ def test_groups_refused_beside_a_whole_batch_end_no_run() -> None:
         bench.complete(0.0, 1.0)
     for _ in range(100):
         bench.complete(0.0, 0.0)
-    assert bench.buffer.take(0, last=False) is not None
+    assert bench.buffer.take(0, is_last=lambda: False) is not None
     with pytest.raises(UserError, match="6 groups were refused"):
         for _ in range(2 * GROUPS_PER_STEP):
             bench.complete(0.0, 0.0)
@@ -187,7 +187,7 @@ def test_a_group_past_the_bound_is_dropped_and_its_prompt_returns(policy: str) -
     bench.buffer._give_back = lambda epoch, item_index: given_back.append((epoch, item_index))
     for _ in range(GROUPS_PER_STEP):
         bench.complete(1.0, 0.0)  # at version 0
-    assert bench.buffer.take(10, last=False) is None
+    assert bench.buffer.take(10, is_last=lambda: False) is None
     assert bench.dropped() == {"stale": 2 * GROUPS_PER_STEP}
     assert given_back == [(0, 0)] * GROUPS_PER_STEP
 
@@ -196,7 +196,7 @@ def test_a_trained_step_is_freed_group_by_group_as_others_arrive() -> None:
     bench = _Bench(group_size=4)
     for _ in range(GROUPS_PER_STEP):
         bench.complete(0.0, 1.0, 0.0, 1.0)
-    batch = bench.buffer.take(0, last=False)
+    batch = bench.buffer.take(0, is_last=lambda: False)
     assert batch is not None
     held = [weakref.ref(group.trajectories[0].completion.tokens) for group in batch]
     bench.buffer.trained()

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from areal_rloo.config import WireConfig
-from areal_rloo.intake.fleet import LAST_OUTCOMES, SET_ASIDE_S, Fleet, Worker
+from areal_rloo.intake.fleet import SET_ASIDE_S, Fleet
+from areal_rloo.intake.worker import LAST_OUTCOMES, Worker
 from areal_rloo.wire.messages import Duty, Heartbeat, Hello, Work, digest
 
 WIRE = WireConfig(heartbeat_s=1.0, heartbeat_timeout_s=1e9, stall_timeout_s=60.0)
@@ -36,6 +37,26 @@ def test_a_hello_of_a_known_worker_is_a_sign_of_life() -> None:
     assert _joined(fleet, "w", now_s=25.0, version=3).policy_version == 3
     assert fleet.silent(50.0, wire) == []
     assert [worker.worker_id for worker in fleet.silent(56.0, wire)] == ["w"]
+
+
+def test_time_in_which_the_learner_read_nothing_is_no_silence() -> None:
+    fleet, wire = Fleet(most_samples=8), WireConfig(heartbeat_timeout_s=30.0, stall_timeout_s=60.0)
+    worker = _joined(fleet, "w")
+    worker.duties.add(DUTY)
+    assert fleet.silent(100.0, wire, late_s=90.0) == []
+    assert fleet.stalled(100.0, wire) == []
+    assert fleet.silent(119.0, wire) == []
+    assert fleet.silent(121.0, wire) == [worker]
+    assert fleet.stalled(151.0, wire) == [worker]
+
+
+def test_a_pause_of_the_learner_does_not_revive_a_dead_worker() -> None:
+    fleet, wire = Fleet(most_samples=8), WireConfig(heartbeat_s=1.0, heartbeat_timeout_s=30.0)
+    worker = _joined(fleet, "w")
+    worker.disconnected_s = 1.0
+    assert fleet.silent(11.0, wire, late_s=9.0) == []
+    assert not worker.is_connected(wire)
+    assert fleet.silent(13.0, wire) == [worker], "two heartbeats after the end of the connection"
 
 
 @pytest.mark.parametrize("heartbeat_s", [0.2, 5.0])

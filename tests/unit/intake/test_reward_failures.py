@@ -11,9 +11,10 @@ from support.intakes import LEARNER, ONE_GROUP, duties_of, fail, heartbeat, make
 
 from areal_rloo.config import load_config
 from areal_rloo.errors import RewardError, UserError, shortened
-from areal_rloo.intake.fleet import LAST_OUTCOMES, SET_ASIDE_S, Standing
+from areal_rloo.intake.fleet import SET_ASIDE_S
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.reward_failures import RewardFailures, _Outcomes
+from areal_rloo.intake.worker import LAST_OUTCOMES, Standing
 from areal_rloo.trajectory import Completion, Trajectory
 from areal_rloo.wire.messages import Abort, Duty, Finished, Goodbye, Heartbeat, Hello, Results, Work, digest
 

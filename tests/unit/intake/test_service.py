@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
 import zmq
+from support.event_loops import BlockedLoops
 from support.full_disk import disk_of
 from support.intakes import MANIFEST, make_broadcaster, make_intake, make_offers
 from support.patience import PATIENCE_S, eventually
@@ -270,7 +272,7 @@ def test_an_exit_inside_user_code_reaches_the_training_thread(tmp_path: Path) ->
     broadcaster = make_broadcaster(tmp_path)
     intake = make_intake(broadcaster.offers)
 
-    def exits(now_s: float) -> list[Outgoing]:
+    def exits(now_s: float, *, late_s: float) -> list[Outgoing]:
         raise SystemExit(3)
 
     intake.tick = exits  # type: ignore[method-assign]
@@ -317,13 +319,28 @@ def test_a_hello_that_uses_up_the_data_ends_the_wait(tmp_path: Path) -> None:
     service.close()
 
 
+def test_no_worker_dies_of_a_pause_of_the_learner(tmp_path: Path, no_blocked_loop: BlockedLoops) -> None:
+    """The messages of the workers wait in the socket meanwhile."""
+    no_blocked_loop.limit_s = PATIENCE_S
+    broadcaster = make_broadcaster(tmp_path)
+    intake = make_intake(broadcaster.offers, "wire.heartbeat_s=0.2", "wire.heartbeat_timeout_s=1.5")
+    service = IntakeService(intake, broadcaster, _channel, heartbeat_s=0.2)
+    hello = Hello("w", "1", 4, 0, None, 1, 0, (), Work())
+    service.call(lambda: intake.handle("00", hello, time.monotonic()))
+    service.call(lambda: time.sleep(3.0))  # the loop stands still for longer than a worker may be silent
+    looks = service.call(lambda: intake.tick(time.monotonic()))
+    assert list(service.fleet.alive) == ["w"], looks
+    eventually(lambda: not service.call(lambda: list(service.fleet.alive)), "a worker that stays silent is dead")
+    service.close()
+
+
 def test_workers_are_looked_at_each_second_with_rare_heartbeats(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A dead worker's samples go elsewhere two heartbeats and a second after the death."""
     ticks: list[float] = []
 
-    def tick(self: Intake, now_s: float) -> list[Outgoing]:
+    def tick(self: Intake, now_s: float, *, late_s: float) -> list[Outgoing]:
         ticks.append(now_s)
         return []
 

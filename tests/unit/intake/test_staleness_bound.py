@@ -8,9 +8,11 @@ import contextlib
 from collections import Counter
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.intakes import duties_of, make_intake, make_offers
 from support.staleness_schedules import Simulation, make_config
 
 from areal_rloo.algorithm.staleness import must_wait, num_admissible
@@ -24,7 +26,8 @@ from areal_rloo.intake.ledger import Ledger
 from areal_rloo.intake.prompts import PromptStream
 from areal_rloo.intake.saved_ledger import by_sample, ledger_of, ledger_state
 from areal_rloo.tasks import Item, Source
-from areal_rloo.wire.messages import Hello, Work
+from areal_rloo.trajectory import Completion, Trajectory
+from areal_rloo.wire.messages import Finished, Hello, Results, Work
 
 GROUP_SIZE, GROUPS_PER_STEP, NUM_STEPS, NUM_WORKERS = 3, 2, 6, 2
 
@@ -164,6 +167,41 @@ def test_a_restored_stream_continues_the_epoch(num_epochs: int) -> None:
     assert rest[0] == taken[0]
     seen = Counter((p.epoch, p.item_index) for p in [*taken[1:], *rest] if p is not None)
     assert seen == Counter((epoch, index) for epoch in range(num_epochs) for index in range(7))
+
+
+def test_a_stale_group_at_the_end_of_the_data_makes_no_small_batch() -> None:
+    stream = PromptStream([Source("all", [Item("?")] * 6)], lambda *_: (1, 2), seed=0, num_epochs=1)
+    sizes = ("algorithm.group_size=2", "learner.groups_per_step=2", "learner.num_minibatches=1")
+    intake = make_intake(make_offers(), *sizes, "algorithm.max_staleness=1", stream=stream)
+    duties = duties_of(intake.handle("w", Hello("w", "1", 99, 0, None, 1, 0, (), Work()), 0.0))
+
+    def finish(group_id: int, version: int) -> None:
+        held = [duty for duty in duties if duty.group_id == group_id]
+        tokens, logprobs, versions = (
+            np.array([3], np.int32),
+            np.array([-1.0], np.float32),
+            np.array([version], np.int32),
+        )
+        completion = Completion(tokens, logprobs, versions, "stop")
+        made = [Trajectory(*duty.sample_id, np.array((1, 2), np.int32), completion, 1.0) for duty in held]
+        finished = tuple(Finished(duty.lease_id, (each,)) for duty, each in zip(held, made, strict=True))
+        intake.handle("w", Results("learner", 7, finished), 0.0)
+
+    def taken() -> list[int]:
+        return [group.group_id for group in intake.take_batch() or ()]
+
+    for version, first in enumerate((0, 4)):
+        finish(first, version)
+        finish(first + 1, version)
+        assert taken() == [first, first + 1]
+        duties += duties_of(intake.commit(version + 1, evaluate=False))
+    assert (sorted(intake.ledger.groups), stream.exhausted) == ([2, 3], True)
+    finish(2, 2)
+    finish(3, 0)  # every token is past the bound
+    assert taken() == [], "a prompt is left for another group"
+    duties += duties_of(intake.tick(0.0))
+    finish(6, 2)
+    assert taken() == [2, 6]
 
 
 def test_a_prompt_returned_after_the_end_of_the_data_is_leased_again() -> None:

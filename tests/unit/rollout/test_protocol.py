@@ -7,6 +7,7 @@ from support.workers import ENGINE, make_protocol
 from areal_rloo.errors import WentBackError
 from areal_rloo.rollout.protocol import EngineState, WorkerProtocol
 from areal_rloo.wire.messages import (
+    MOST_PARTIALS,
     Abort,
     Ack,
     Drain,
@@ -226,6 +227,15 @@ def test_partial_rollouts_keep_to_the_limit_of_bytes() -> None:
     sent = of_kind(protocol.poll(0.1, ENGINE), Partials)
     assert [[len(partial.turns) for partial in message.partials] for message in sent] == [[60], [60, 40]]
     assert [(message.call_id, message.last) for message in sent] == [(0, False), (0, True)]
+
+
+def test_partial_rollouts_keep_to_the_limit_of_a_message() -> None:
+    protocol = welcomed()
+    lease = make_lease(1, num=2 * MOST_PARTIALS + 1)
+    protocol.handle(Leases(LEARNER, (lease,)), ENGINE)
+    protocol.tell_partials(dict.fromkeys(lease.duties, b"turns"))
+    sent = of_kind(protocol.poll(0.1, ENGINE), Partials)
+    assert [(len(message.partials), message.last) for message in sent] == [(32, False), (32, False), (1, True)]
 
 
 def test_another_learner_gets_no_partial_rollouts_of_the_learner_before() -> None:

@@ -349,7 +349,7 @@ def test_the_digest_of_duties_does_not_depend_on_their_order() -> None:
 
 
 def test_another_wire_version_is_named_with_the_remedy() -> None:
-    with pytest.raises(WireVersionError, match="peer speaks wire version 4, this process speaks 12; run the same"):
+    with pytest.raises(WireVersionError, match="peer speaks wire version 4, this process speaks 13; run the same"):
         decode_worker([msgspec.msgpack.encode((4, {}))], LIMITS)
 
 

@@ -15,7 +15,7 @@ from areal_rloo.trajectory import Completion, Item
 from areal_rloo.wire.codec import WorkerHeader, decode_worker, encode
 from areal_rloo.wire.columns import Limits
 from areal_rloo.wire.envelope import sealed
-from areal_rloo.wire.messages import Failed, LearnerMessage, Results
+from areal_rloo.wire.messages import MOST_PARTIALS, Failed, LearnerMessage, Partial, Partials, Results
 from areal_rloo.wire.turns import EncodedTurns, RecordedTurn, decode_turns, encode_turns
 
 OF_DATA = Item  # the learner's rows, of any size: a worker trusts the learner
@@ -126,6 +126,14 @@ def test_the_words_of_a_failure_are_those_of_an_honest_worker_at_most() -> None:
         frames = encode(Results("learner", 1, (), (Failed(1, 0, 0, "episode_error", words, "", 3),)))
         with pytest.raises(DecodeError, match="length <= 5000") if is_refused else contextlib.nullcontext():
             decode_worker(frames, Limits())
+
+
+@pytest.mark.parametrize("num", [MOST_PARTIALS, MOST_PARTIALS + 1])
+def test_a_message_has_few_partial_rollouts(num: int) -> None:
+    """A turn without tokens takes 13 bytes, and as long to check as a thousand tokens."""
+    frames = encode(Partials("learner", 0, tuple(Partial(1, 0, index, b"turns") for index in range(num)), True))
+    with pytest.raises(DecodeError, match="of length <= 32") if num > 32 else contextlib.nullcontext():
+        decode_worker(frames, Limits())
 
 
 def test_a_partial_rollout_has_limited_bytes() -> None:
