@@ -28,6 +28,7 @@ ArealRlooError
 `SampleError`; `defined_at` says where a function of the user is.
 """
 
+import errno
 import inspect
 import re
 import sys
@@ -46,6 +47,8 @@ _NOT_OF_THE_USER = (
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")),
 )
 
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS, errno.ESTALE)
+
 EXIT_RANK_LOST = 3  # exit code of a learner rank after the end of another rank
 EXIT_WENT_BACK = 4  # exit code of a rollout worker after the learner restarted from an older version
 EXIT_UNSAVED = 5  # exit code of a learner whose last checkpoint the disk refused; a restart would end in the same way
@@ -56,20 +59,42 @@ def install(extra: str) -> str:
     return f"{sys.executable} -m pip install 'areal-rloo[{extra}]'"
 
 
-class ArealRlooError(Exception):
-    """Root of the tree. `exit_code`: of a process that ends with this error."""
+def is_shortage(error: BaseException) -> bool:
+    """Return True if the machine lacked something for a moment, as far as an error tells: a later try may succeed.
 
-    exit_code = 1
+    Looks at the causes, too: descriptors, processes and memory, or a network file system whose server was away.
+    """
+    seen: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and at not in seen:
+        if isinstance(at, OSError) and at.errno in _SHORTAGES:
+            return True
+        seen.append(at)
+        at = at.__cause__ or at.__context__
+    return False
+
+
+class ArealRlooError(Exception):
+    """Root of the tree."""
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a process that ends with this error."""
+        return 1
 
 
 class UserError(ArealRlooError):
     """The user can fix this error. Programs print a single line `error: ...` and exit with code 2.
 
+    If a shortage of the machine is the cause, it is no mistake, and the code is 1: a launcher starts the process again.
+
     The text is made a single line, whatever a file name, a value or another program's message has in it. `absent`: a
     library, a program or the weights of a model are not on this host; other hosts may have them.
     """
 
-    exit_code = 2
+    @property
+    def exit_code(self) -> int:
+        return 1 if is_shortage(self) else 2
 
     def __init__(self, text: str, *, absent: bool = False) -> None:
         super().__init__(_in_one_line(text))
@@ -102,7 +127,9 @@ class PreflightError(UserError):
 class HostLostError(UserError):
     """A host is gone, and the run cannot go on without it. It can on other hosts, so a program may start it again."""
 
-    exit_code = 1
+    @property
+    def exit_code(self) -> int:
+        return 1
 
 
 class CheckpointError(UserError):
@@ -193,7 +220,9 @@ class TrainingError(ArealRlooError):
 class UnsavedError(TrainingError):
     """The disk refused the last checkpoint of the run."""
 
-    exit_code = EXIT_UNSAVED
+    @property
+    def exit_code(self) -> int:
+        return EXIT_UNSAVED
 
 
 def shown(value: object) -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import _thread  # `threading` is slow to import
 import ctypes
+import errno
 import os
 import resource
 import signal
@@ -35,6 +36,8 @@ _BYTES_PER_S = 1 << 10  # of output, on average
 _PIECE_BYTES = 1 << 16
 _INPUT, _OUTPUT, _ERRORS = 0, 1, 2
 _BOUNDED = "bounded"
+_SHORTAGES = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
+TRY_AGAIN = 75  # exit code (EX_TEMPFAIL): the machine lacked something for a moment
 _ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # by default, all end a process
 _SIGNALS = (*_ENDS, signal.SIGCHLD)
 
@@ -50,15 +53,24 @@ def kept(command: Sequence[str], *, bounded: bool = True) -> tuple[str, ...]:
 
 
 def was_killed(code: int | None) -> bool:
-    """Return whether the exit code of a kept process says that the kernel or an operator ended the process.
+    """Return whether the exit code of a kept process says that the machine or an operator ended the process.
 
     Other signals come from the command itself: its own code crashes. None: the kernel cannot end the process.
     """
-    return code is None or -code in (signal.SIGKILL, *_ENDS)
+    return code in (None, TRY_AGAIN) or -code in (signal.SIGKILL, signal.SIGQUIT, signal.SIGXCPU, *_ENDS)
 
 
 def main() -> None:
-    """Start the command; exit with the command's code after everything has ended."""
+    """Start the command; exit with the command's code after everything has ended, or with `TRY_AGAIN`."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored by some starters: then no end is told
+    try:
+        _keep()
+    except (OSError, RuntimeError) as error:  # no process, no thread, no descriptor
+        _write(f"a keeper cannot keep: {error}\n".encode())
+        os._exit(TRY_AGAIN)  # the command, if there is one, is killed then
+
+
+def _keep() -> None:
     starter, bounded, command = int(sys.argv[1]), sys.argv[2] == _BOUNDED, sys.argv[3:]
     libc = ctypes.CDLL(None)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -76,7 +88,11 @@ def main() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
         if os.getppid() != keeper:
             os._exit(1)
-        os.execvp(command[0], command)
+        try:
+            os.execvp(command[0], command)
+        except OSError as error:
+            os.write(_ERRORS, f"{command[0]}: {error}\n".encode())
+            os._exit(TRY_AGAIN if error.errno in _SHORTAGES else 1)
     os.dup2(outlet, _INPUT)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the starter waits for the end of a socket of the command
     copied = _thread.allocate_lock()

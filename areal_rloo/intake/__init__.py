@@ -5,7 +5,7 @@ changes and replies out. `prompts` is the stream of prompts, `curriculum` draws 
 admits groups and grants leases, `fleet` knows the rollout workers, `worker` is one of them, `work` adds up their
 counts, `ledger` records the outcome of every sample, `saved_ledger` is the ledger in a checkpoint, `refit` fits a
 restored ledger to changed options, `buffer` chooses batches, with the user's `group_filter`. `queues` orders groups by
-deadline and workers by room. `answers` records what workers send about their samples, and `lies` refuses what their
-leases do not allow. `evaluation` leases held-out prompts beside training; `eval_sets` are the prompts.
-`reward_failures` ends a run whose rewards keep failing.
+deadline and workers by room. `answers` records the answers of workers, and `lies` refuses those against their leases.
+`evaluation` leases held-out prompts beside training; `eval_sets` are the prompts. `reward_failures` ends a run whose
+rewards keep failing.
 """

@@ -1,4 +1,4 @@
-"""A rollout worker as the learner knows it: its words, its duties, and how far the learner trusts it."""
+"""A rollout worker as the learner knows it: words, duties, and how much of them the learner believes."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from areal_rloo.config import (
     is_override,
     load_config,
 )
-from areal_rloo.errors import ConfigError, PreflightError, UserError, shown
+from areal_rloo.errors import ConfigError, PreflightError, UserError, is_shortage, shown
 from areal_rloo.files import remove_abandoned
 from areal_rloo.launcher.doctor import Check, Finding, Situation, findings, guarded, raise_first
 from areal_rloo.launcher.doctor.addresses import check_metrics_host, check_servers, check_wire_host
@@ -164,6 +164,8 @@ def check(config: Config, *, runs_here: bool = True, dry_run: bool = False) -> l
         try:
             _raise_first(check_input, situation, absent, dry_run=dry_run)
         except OSError as error:  # a folder of another user
+            if is_shortage(error):
+                raise PreflightError(f"the inputs cannot be checked now: {error.strerror}; try again") from error
             raise PreflightError(f"{error.filename}: cannot be looked at: {error.strerror}; choose another") from error
     return absent
 

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from areal_rloo.config import Config, dump_config
 from areal_rloo.config.reading import parse
 from areal_rloo.decoding import from_json
-from areal_rloo.errors import CheckpointError, ConfigError, DecodeError, ModelError
+from areal_rloo.errors import CheckpointError, ConfigError, DecodeError, ModelError, is_shortage
 from areal_rloo.files import flush_to_disk, open_regular, use_umask
 from areal_rloo.learner.adapters import merge, write_adapters
 from areal_rloo.learner.checkpoint_folder import (
@@ -199,7 +199,7 @@ def read_checkpoint(folder: Path) -> LearnerState:
 
     Raises:
         DecodeError: a file is missing or damaged; names the file.
-        CheckpointError: the checkpoint has another format.
+        CheckpointError: the checkpoint has another format, or the machine could not read it now: that is no damage.
     """
     try:
         _check_sums(folder)
@@ -210,7 +210,9 @@ def read_checkpoint(folder: Path) -> LearnerState:
             pass  # their headers are in order
         check_weights(_MODEL, folder / _MODEL)
         parse(_text(folder, CONFIG_NAME), CONFIG_NAME, is_file=True)
-    except (OSError, ModelError, ConfigError) as error:
+    except (OSError, ModelError, ConfigError, DecodeError) as error:
+        if is_shortage(error):
+            raise CheckpointError(f"{folder}: cannot be read now: {error}; resume again") from error
         raise DecodeError(str(error)) from error
     return state
 

@@ -22,6 +22,7 @@ from areal_rloo.errors import PreflightError, UserError
 from areal_rloo.files import flush_to_disk, move_into_place, write_atomically
 from areal_rloo.standard_streams import open_missing_streams
 from areal_rloo.telemetry.logs import get_logger, setup_logs
+from areal_rloo.telemetry.stacks import show_on_signal
 
 logger = get_logger(__name__)
 
@@ -106,6 +107,7 @@ def _made(recipe: TinyModelConfig, parent: Path, num_threads: int | None) -> tup
 def main() -> int:
     """Prepare the model of a resolved config and write the result as JSON."""
     open_missing_streams()
+    show_on_signal()
     parser = argparse.ArgumentParser(prog="python -m areal_rloo.learner.warm_start")
     parser.add_argument("--run-folder", type=Path, required=True)
     parser.add_argument("--num-threads", type=int, required=True)
@@ -119,7 +121,7 @@ def main() -> int:
         prepared = prepare_tiny_model(config, arguments.models, num_threads=arguments.num_threads)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the output of this process
-        return 2
+        return error.exit_code
     write_atomically(folder / "model.json", msgspec.json.encode(prepared))
     return 0
 

@@ -30,7 +30,8 @@ import msgspec
 
 from areal_rloo.config import import_function
 from areal_rloo.decoding import from_msgpack
-from areal_rloo.errors import RewardError, described, raised, shortened
+from areal_rloo.errors import RewardError, described, is_shortage, raised, shortened
+from areal_rloo.keeper import TRY_AGAIN
 from areal_rloo.parent_death import signal_on_parent_death
 from areal_rloo.rewards.process import MOST_REPLY_BYTES, OUT_OF_MEMORY, Job, Reply
 from areal_rloo.rewards.request import FailureReason
@@ -60,8 +61,12 @@ def main() -> None:
     os.register_at_fork(after_in_child=connection.close)
     os.register_at_fork(after_in_child=lambda: signal_on_parent_death(signal.SIGKILL))
     try:
+        _send(connection, Reply())  # begun: an end before this says nothing about the user's code
         scorer: Scorer = import_function("rewards", sys.argv[2])(connection.recv_bytes())
     except BaseException as error:  # noqa: BLE001 - making a scorer runs the user's code, which may call `sys.exit`
+        if is_shortage(error):
+            traceback.print_exception(error)
+            os._exit(TRY_AGAIN)
         _send(connection, Reply(reason="reward_error", detail=raised(error)))
         return
     _send(connection, Reply())  # ready

@@ -1,5 +1,6 @@
 """A worker process that scores, seen from the process that started it; `__main__.py` is the other end.
 
+                                                               begun
     first message: the argument of the scorer's factory   ─►   ready, or why the scorer cannot be made
     a job                                                 ─►   a Reply
 
@@ -128,23 +129,26 @@ class WorkerProcess:
 
         Raises:
             ConfigError: the scorer cannot be made.
-            StartError: the process was killed meanwhile.
+            StartError: the process was killed meanwhile, or the machine is too slow for it.
         """
+        has_begun = False
         try:
             self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
             self._disconnect = self._writer.close
             self.send(self._argument)
             async with asyncio.timeout(within_s):
+                await self.receive()
+                has_begun = True
                 reply = await self.receive()
             if reply.reason is not None:
                 raise ConfigError(reply.detail)
         except EOFError:
             code = await self.end()
-            failure = StartError if was_killed(code) else ConfigError
+            failure = ConfigError if has_begun and not was_killed(code) else StartError
             raise failure(f"rewards: a worker process ended with code {code} before it was ready") from None
         except TimeoutError:
             await self.end()
-            raise ConfigError(f"rewards: a worker process was not ready after {within_s:g} s") from None
+            raise StartError(f"rewards: a worker process was not ready after {within_s:g} s") from None
         except BaseException:
             await self.end()
             raise

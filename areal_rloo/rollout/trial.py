@@ -18,8 +18,8 @@ import msgspec
 
 from areal_rloo.config import Config, import_entry
 from areal_rloo.decoding import from_msgpack
-from areal_rloo.errors import ConfigError, UserError, raised
-from areal_rloo.keeper import kept, was_killed
+from areal_rloo.errors import ConfigError, UserError, is_shortage, raised
+from areal_rloo.keeper import TRY_AGAIN, kept, was_killed
 from areal_rloo.waiting import run_beside_user_code
 
 _TRIAL_S = 20.0  # a slower constructor may load a model
@@ -83,13 +83,18 @@ def main() -> None:
     """Read a config from the standard input, try the episode, and write the reason why not, if any."""
     result, reason = int(sys.argv[1]), ""
     os.set_inheritable(result, False)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no KeyboardInterrupt, which would look like one of the constructor
     config: Config = from_msgpack(sys.stdin.buffer.read(), Config)
     try:
         run_beside_user_code(_try(config))
-    except UserError as error:
-        reason = str(error)
     except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
-        reason = f"{_KEY}: {config.rollout.episode.type} cannot be made from the config: {raised(error)}"
+        if is_shortage(error):
+            os._exit(TRY_AGAIN)
+        reason = (
+            str(error)
+            if isinstance(error, UserError)
+            else f"{_KEY}: {config.rollout.episode.type} cannot be made from the config: {raised(error)}"
+        )
     os.write(result, reason.encode(errors="replace"))
     os._exit(0)
 

@@ -19,11 +19,12 @@ from operator import attrgetter
 from pathlib import Path
 
 from areal_rloo.config import Config, load_config
-from areal_rloo.parent_death import signal_on_parent_death
+from areal_rloo.parent_death import bound_to_this_process
 from areal_rloo.session_leader import SessionLeader
 from areal_rloo.telemetry.metric import declared_metrics
 from areal_rloo.telemetry.metrics import RecordTail
 from areal_rloo.telemetry.records import EvalRecord, Record
+from areal_rloo.telemetry.stacks import show_on_signal
 from areal_rloo.telemetry.tracker_libraries import TRACKERS, Row
 from areal_rloo.telemetry.trajectories import FILE_NAME, TrajectoryRecord, TrajectoryTail
 from areal_rloo.waiting import wait_until
@@ -85,9 +86,10 @@ class Trackers:
         more = ["--resume"] if resume else []
         for name in config.telemetry.trackers:
             self._log(name).parent.mkdir(exist_ok=True)
+            command = [sys.executable, "-m", "areal_rloo.telemetry.trackers", name, str(folder), *more]
             with self._log(name).open("ab") as log:
                 child = subprocess.Popen(
-                    [sys.executable, "-m", "areal_rloo.telemetry.trackers", name, str(folder), *more],
+                    bound_to_this_process(command, signal.SIGTERM),
                     stdin=subprocess.DEVNULL,  # no tracker asks the user for a key
                     stdout=log,
                     stderr=log,
@@ -136,7 +138,7 @@ def main(arguments: Sequence[str]) -> None:
     """Pass the records of a run on to a tracker until SIGTERM."""
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    signal_on_parent_death(signal.SIGTERM)
+    show_on_signal()
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("run_folder", type=Path)

@@ -176,6 +176,19 @@ def test_a_failed_start_gives_the_servers_error_in_a_line(kind: str, folder: Pat
     engine.close()
 
 
+@pytest.mark.parametrize("kind", SERVERS)
+def test_a_server_killed_during_its_start_is_no_mistake_of_the_user(kind: str, folder: Path, tmp_path: Path) -> None:
+    """The kernel kills a server for memory; then the launcher starts the worker again."""
+    log = tmp_path / "server.log"
+    engine = make_engine(folder, log, engine=kind)
+    eventually(lambda: len(server_processes(log)) >= 2, "keeper and server")
+    for process in server_processes(log)[1:]:
+        process.kill()
+    with pytest.raises(EngineError, match=r"the server ended with code -9"):
+        engine.ready.result(timeout=PATIENCE_S)
+    engine.close()
+
+
 def test_a_model_that_a_server_cannot_run_is_named_with_the_cause(
     tiny_folders: dict[str, Path], tmp_path: Path
 ) -> None:

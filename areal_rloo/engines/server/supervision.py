@@ -22,6 +22,7 @@ from areal_rloo.engines.server.process import ServerProcess
 from areal_rloo.engines.server.readback import sample_of_files
 from areal_rloo.engines.server.sending import Sending, ServerState
 from areal_rloo.errors import ArealRlooError, ConfigError, EngineError
+from areal_rloo.keeper import was_killed
 from areal_rloo.models.fingerprint import Digest, Sample, compared_share
 from areal_rloo.models.folder import StoredTensor
 from areal_rloo.telemetry.logs import get_logger
@@ -122,7 +123,7 @@ class ManagedServer(_Server):
 
         Raises:
             ConfigError: the server did not start; the message names a remedy.
-            EngineError: the server failed while answering.
+            EngineError: the server was killed, or failed while answering.
         """
         connection = await self._start()
         separates = connection.api.capabilities.separates_prompts
@@ -183,7 +184,8 @@ class ManagedServer(_Server):
                         f"{self._config.start_timeout_s:g} s ({error}); its log is {self._log}"
                     ) from error
             await asyncio.sleep(_POLL_S)
-        raise ConfigError(f"{self._package.key}: {why}")
+        text = f"{self._package.key}: {why}"
+        raise EngineError(text) if was_killed(process.exit_code()) else ConfigError(text)
 
 
 class ExternalServer(_Server):

@@ -15,6 +15,7 @@ from typing import Literal
 
 from areal_rloo.config import Config
 from areal_rloo.errors import PreflightError, UserError, first_line
+from areal_rloo.keeper import kept
 from areal_rloo.launcher.hosts import host_to_show
 from areal_rloo.launcher.placement import Host
 
@@ -118,7 +119,10 @@ def last_line(
 ) -> tuple[bool, str]:
     """Run a command; give True and the last line of the output, or False and the last line of the error."""
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
+        kept_command = kept(command, bounded=False)  # ends with this process, also on its death
+        done = subprocess.run(
+            kept_command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
     except subprocess.TimeoutExpired:
         return False, f"not done within {timeout_s:g} s"
     lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()

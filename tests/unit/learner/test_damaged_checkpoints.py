@@ -1,5 +1,6 @@
 """Damage and change every file of a real checkpoint: no code runs, and a resume goes on from the checkpoint before."""
 
+import errno
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from support.checkpoints import save, stream
 
 from areal_rloo.config import load_config
-from areal_rloo.errors import DataError, DecodeError, UserError
+from areal_rloo.errors import CheckpointError, DataError, DecodeError, UserError
 from areal_rloo.learner.building import build_rank
 from areal_rloo.learner.checkpoint import Checkpoints, _seal, read_checkpoint
 from areal_rloo.learner.rank import LearnerRank
@@ -301,6 +302,32 @@ def test_a_config_in_another_encoding_is_named(saved: Path, folder: Path) -> Non
     reseal(checkpoint)
     with pytest.raises(DecodeError, match=r"config\.yaml"):
         read_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ESTALE, errno.EIO])
+def test_only_a_file_that_is_damaged_costs_steps(folder: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """A shortage of the machine passes: the checkpoint stays, and the process ends with the code of another try."""
+    opened, failed = os.open, list[str]()
+
+    def fails_once(path: Any, *arguments: Any, **options: Any) -> int:
+        if "step-000002" in str(path) and not failed:
+            failed.append(str(path))
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", fails_once)
+    if number == errno.EIO:  # the medium may be damaged
+        found = Checkpoints(folder).load_newest()
+        assert found is not None
+        assert found[0].name == "step-000001"
+        return
+    with pytest.raises(CheckpointError, match=r"step-000002: cannot be read now: .*; resume again") as caught:
+        Checkpoints(folder).load_newest()
+    assert failed
+    assert caught.value.exit_code == 1
+    found = Checkpoints(folder).load_newest()
+    assert found is not None
+    assert found[0].name == "step-000002"
 
 
 def test_a_name_with_a_line_break_gives_a_single_line(saved: Path, folder: Path) -> None:

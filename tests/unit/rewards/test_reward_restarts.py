@@ -33,6 +33,8 @@ def make(argument, is_async=False):
     if os.path.getsize(path) in eval(bad):  # which starts fail
         if how.startswith("SIG"):
             os.kill(os.getpid(), signal.Signals[how])
+        elif how == "no descriptor":
+            raise OSError(24, how)
         elif how == "hang":
             time.sleep(3600)
         raise RuntimeError("not now")
@@ -99,7 +101,9 @@ async def _outcome(pool: Pool, completion: str) -> float | str:
         return failure.reason
 
 
-@pytest.mark.parametrize(("how", "code"), [("SIGKILL", 1), ("SIGTERM", 1), ("SIGHUP", 1), ("SIGSEGV", 2), ("raise", 2)])
+@pytest.mark.parametrize(
+    ("how", "code"), [("SIGKILL", 1), ("SIGTERM", 1), ("SIGHUP", 1), ("no descriptor", 1), ("SIGSEGV", 2), ("raise", 2)]
+)
 def test_only_a_scorer_that_fails_by_itself_is_a_mistake_of_the_user(make: Make, how: str, code: int) -> None:
     """The kernel or an operator may kill a process; then the launcher restarts the worker, and the run goes on."""
 
@@ -107,6 +111,21 @@ def test_only_a_scorer_that_fails_by_itself_is_a_mistake_of_the_user(make: Make,
         raise AssertionError("the pool is not ready")
 
     assert run_to_exit_code(lambda: _run(lambda: make("(1,)", how), scenario)) == code
+
+
+@pytest.mark.parametrize("within_s", [60.0, 0.3])
+def test_an_end_before_the_code_of_the_user_has_begun_is_no_mistake(
+    make: Make, monkeypatch: pytest.MonkeyPatch, within_s: float
+) -> None:
+    """Python turns a SIGINT during its own start into exit code 1; a stopped machine may take any time."""
+    command = ("sleep", "1000") if within_s < 1 else ("sh", "-c", "exit 1")
+    monkeypatch.setattr("areal_rloo.rewards.process.kept", lambda _: command)
+    policy = RestartPolicy(ready_within_s=within_s)
+
+    async def scenario(pool: Pool) -> None:
+        raise AssertionError("the pool is not ready")
+
+    assert run_to_exit_code(lambda: _run(lambda: make("()", policy=policy), scenario)) == 1
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "raise", "hang"])

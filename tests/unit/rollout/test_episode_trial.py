@@ -68,10 +68,14 @@ def test_a_constructor_that_ends_the_process_is_refused(tmp_path: Path) -> None:
         _made(_config(tmp_path, "import os; os._exit(7)"))
 
 
-@pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM", "SIGINT"])
 def test_a_trial_that_was_killed_says_nothing_about_the_episode(tmp_path: Path, number: str) -> None:
     killed = f"import os, signal; os.kill(os.getpid(), signal.{number})"
     assert not _made(_config(tmp_path, killed))
+
+
+def test_a_trial_without_a_free_descriptor_says_nothing_about_the_episode(tmp_path: Path) -> None:
+    assert not _made(_config(tmp_path, "import errno; raise OSError(errno.EMFILE, 'no descriptor')"))
 
 
 def test_a_slow_constructor_is_accepted_and_killed(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import math
 import os
 import re
 import sqlite3
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from support.patience import eventually
+from support.processes import processes_with
 
 from areal_rloo.config import dump_config, load_config
 from areal_rloo.telemetry import trackers, trajectories
@@ -22,6 +25,16 @@ from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 from areal_rloo.telemetry.tracker_libraries import Row
 from areal_rloo.telemetry.trackers import Tables, Trackers, numbers_of
 from areal_rloo.telemetry.trajectories import FILE_NAME, TrajectoryFile, TrajectoryRecord, TrajectoryTail
+
+_STARTER = """
+import os, sys, time
+from pathlib import Path
+from areal_rloo.config import load_config
+from areal_rloo.telemetry.trackers import Trackers
+folder = Path(sys.argv[1])
+trackers = Trackers(load_config(str(folder / "config.yaml")), folder, print, resume=False)
+os.kill(os.getpid(), 9)
+"""
 
 MakeTrainRecord = Callable[..., TrainRecord]
 MakeTrajectory = Callable[..., TrajectoryRecord]
@@ -50,6 +63,16 @@ def Table(columns, data):
 def init(**options):
     return Run()
 """
+
+
+def test_a_tracker_ends_with_a_launcher_that_is_killed_at_once(tmp_path: Path) -> None:
+    config = load_config("quickstart.yaml", ["telemetry.trackers=[trackio]"])
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    (tmp_path / "trackio.py").write_text(WITHOUT_TABLES)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    ended = subprocess.run([sys.executable, "-c", _STARTER, str(tmp_path)], env=environment, check=False)
+    assert ended.returncode == -9
+    eventually(lambda: not processes_with([str(tmp_path)]), "a tracker lives on")
 
 
 def _track(
