@@ -70,7 +70,7 @@ def is_shortage(error: BaseException) -> bool:
         if isinstance(at, OSError) and at.errno in _SHORTAGES:
             return True
         seen.append(at)
-        at = at.__cause__ or at.__context__
+        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
     return False
 
 

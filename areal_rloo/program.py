@@ -10,7 +10,6 @@ import io
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from types import FrameType
@@ -96,8 +95,8 @@ def run_main(main: Callable[[Sequence[str]], int], arguments: Sequence[str] | No
     KeyboardInterrupt.
     """
     open_missing_streams()
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored by some starters: then no exit code is known
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # by the starter: then no exit code of a child is known
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     end_imports()
     try:
         if signal.getsignal(signal.SIGINT) is _end:

@@ -1,8 +1,8 @@
 """Replace dead worker processes: pauses between tries, a deadline for waiting jobs, and a last try.
 
 At the start of a pool, the code of the user may be why a process fails (`WorkerProcess.ready`). Later the kernel may
-have killed a new process for memory, or a file system may be slow. So a pool tries again, the other processes go on scoring, and a
-job without a process in time drops its own sample. Used on the pool's event loop.
+have killed a new process for memory, or a file system may be slow. So a pool tries again, the other processes go on
+scoring, and a job without a process in time drops its own sample. Used on the pool's event loop.
 """
 
 from __future__ import annotations

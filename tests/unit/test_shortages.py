@@ -50,6 +50,16 @@ def test_the_exit_code_follows_the_cause(number: int, code: int, explicit: bool)
     assert run_main(lambda _: _fails(error)(), []) == code
 
 
+def test_a_hidden_cause_does_not_count() -> None:
+    """Another process holds a lock, for example: `from None`."""
+    with pytest.raises(ConfigError) as caught:
+        try:
+            raise BlockingIOError(errno.EAGAIN, "locked")
+        except BlockingIOError:
+            raise ConfigError("in use") from None
+    assert caught.value.exit_code == 2
+
+
 def test_errors_without_a_cause_keep_their_codes() -> None:
     error = ConfigError("a wrong key")
     error.__cause__ = error  # a loop must not hang
