@@ -102,7 +102,8 @@ async def _outcome(pool: Pool, completion: str) -> float | str:
 
 
 @pytest.mark.parametrize(
-    ("how", "code"), [("SIGKILL", 1), ("SIGTERM", 1), ("SIGUSR1", 1), ("no descriptor", 1), ("SIGSEGV", 2), ("raise", 2)]
+    ("how", "code"),
+    [("SIGKILL", 1), ("SIGTERM", 1), ("SIGUSR1", 1), ("no descriptor", 1), ("SIGSEGV", 2), ("raise", 2)],
 )
 def test_only_a_scorer_that_fails_by_itself_is_a_mistake_of_the_user(make: Make, how: str, code: int) -> None:
     """The kernel or an operator may kill a process; then the launcher restarts the worker, and the run goes on."""
