@@ -75,7 +75,9 @@ def broken_by_version_runs(
         return None  # a single version sampled each trajectory, as in most messages
     starts = np.cumsum([0, *num_runs[:-1]])
     is_wrong = (versions < 0) | (counts <= 0)
-    is_wrong[1:] |= (versions[1:] <= versions[:-1]) & ~np.isin(np.arange(1, len(runs)), starts)
+    falls = versions[1:] <= versions[:-1]
+    falls[starts[1:] - 1] = False  # from trajectory to trajectory
+    is_wrong[1:] |= falls
     is_wrong = np.logical_or.reduceat(is_wrong, starts)
     is_wrong |= np.add.reduceat(counts, starts, dtype=np.int64) != num_tokens
     if not is_wrong.any():

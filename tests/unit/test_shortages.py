@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -146,3 +147,5 @@ last_line([sys.executable, "-c", "import time; time.sleep(3600)", {str(tmp_path)
         finally:
             launcher.kill()
     eventually(lambda: not commands(), "nothing is left")
+    assert launcher.returncode == -signal.SIGKILL
+    assert commands() == []
