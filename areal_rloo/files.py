@@ -207,10 +207,18 @@ class SharedFolder:
         while self._lock < 0:
             if time.monotonic() > ends_s:  # by a stopped process
                 raise BlockingIOError(errno.EAGAIN, "another process has locked the folder", str(self.path))
+            made = False
             with contextlib.suppress(FileExistsError):
                 self.path.mkdir(mode=0o700)
+                made = True
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                self._lock = self._locked()
+                try:
+                    self._lock = self._locked()
+                except OSError:
+                    if made:
+                        with contextlib.suppress(OSError):
+                            self.path.rmdir()  # empty: without a lock, no process would ever remove it
+                    raise
 
     def open(self, name: str) -> int:
         """Open a file of the folder to read and write, and make the file if there is none; return the descriptor."""

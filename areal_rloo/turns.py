@@ -244,11 +244,13 @@ class _Files:
     def __init__(self, run_folder: Path) -> None:
         name = hashlib.sha256(os.fsencode(run_folder)).hexdigest()[:16]
         self._descriptors: list[int] = []
+        self._folder: SharedFolder | None = None
         try:
-            self._folder = SharedFolder(f"turns-{name}")
-            self.turn, self.wanted = (_Lock(self._open(name)) for name in ("turn", "wanted"))
-            self._busy = self._open("busy")
+            self._folder = folder = SharedFolder(f"turns-{name}")
+            self.turn, self.wanted = (_Lock(self._open(folder, name)) for name in ("turn", "wanted"))
+            self._busy = self._open(folder, "busy")
         except OSError as error:
+            self.close()
             raise PreflightError(
                 f"rollout.share_devices: in_turns needs a folder in memory: {error}; free memory there if it is full, "
                 "remove the folder if another user made it, or set rollout.share_devices=auto"
@@ -261,11 +263,12 @@ class _Files:
         """When an engine of the run was busy, in nanoseconds: only to be compared with an earlier answer."""
         return os.fstat(self._busy).st_mtime_ns
 
-    def _open(self, name: str) -> int:
-        self._descriptors.append(self._folder.open(name))
+    def _open(self, folder: SharedFolder, name: str) -> int:
+        self._descriptors.append(folder.open(name))
         return self._descriptors[-1]
 
     def close(self) -> None:
         while self._descriptors:
             os.close(self._descriptors.pop())
-        self._folder.close()
+        if self._folder is not None:
+            self._folder.close()

@@ -74,7 +74,7 @@ class LauncherConfig(Section, frozen=True):
     memory_per_host: Bytes = 0  # of the run, for the plan; 0: all
     memory_per_gpu: Bytes = 0  # for the plan; 0: as the driver says
     max_restarts: Natural = 10  # of each rollout worker, within a day
-    max_learner_restarts: Natural = 2  # from the newest checkpoint, while the workers continue
+    max_learner_restarts: Natural = 2  # from the newest checkpoint, while the workers continue; also of a warm start
     drain_timeout_s: Seconds = 60.0  # time of all processes for the last checkpoint and their end
     # A process whose event loop stands still for this long, or whose embedded engine decodes and makes no token, ends
     # with exit code 1 and is restarted; null: never.

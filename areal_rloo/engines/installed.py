@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Final, Literal
 
 from areal_rloo.config import ServerConfig
-from areal_rloo.errors import ConfigError
+from areal_rloo.errors import ConfigError, EngineError
+from areal_rloo.keeper import was_killed
 
 _VERSION_TIMEOUT_S = 60.0
 
@@ -85,6 +86,7 @@ def find_python(package: ServerPackage, config: ServerConfig, *, on_gpus: bool) 
     Raises:
         ConfigError: there is no such Python, none with the server, or only an environment from `make`, for machines
             without a GPU, although the server runs on GPUs.
+        EngineError: the Python was killed, or does not answer: another try may succeed.
     """
     distribution, key = package.distribution, f"{package.key}.python"
     # The distribution, not the module: any folder of that name on the path can be imported as a namespace package.
@@ -104,8 +106,15 @@ def find_python(package: ServerPackage, config: ServerConfig, *, on_gpus: bool) 
         asked = subprocess.run(
             [python, "-c", ask], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, check=False
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         raise ConfigError(f"{key}: {python} cannot be run: {error}; {fix}") from error
+    except subprocess.TimeoutExpired as error:
+        words = f"{python} does not say within {_VERSION_TIMEOUT_S:.0f} s if it has {distribution}"
+        raise EngineError(f"{key}: {words}; is the machine, or the disk of this Python, busy?") from error
+    if was_killed(asked.returncode):
+        raise EngineError(
+            f"{key}: {python} was killed by signal {-asked.returncode} before it said if it has {distribution}"
+        )
     if asked.returncode != 0:
         raise ConfigError(f"{key}: {python} has no {distribution}; {fix}", absent=True)
     if on_gpus and asked.stdout.strip() == "for CPUs":

@@ -16,7 +16,7 @@ In the order of a start:
 - `placement`: a seat (host, GPUs, cores) for each process.
 - `nccl`: the versions of NCCL here and of a server, and a transport for two versions.
 - `plan`: the command line of each process; `--dry-run` prints the plan.
-- `job`: a run from the first process to the last.
+- `job`: a run from the first process to the last; `preparation` is the first part, the tiny model.
 - `supervisor`: starts processes and restarts crashed ones; `processes` are those of this host.
 - `ranks`: the ranks of the learner as a unit.
 - `long_logs`: shortens the output of a process.

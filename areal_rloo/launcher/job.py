@@ -2,8 +2,9 @@
 
     preparation ─► learner ranks and rollout workers ─► watch until the learner has ended ─► report
 
-A crashed rollout worker is restarted; a crashed learner restarts from the newest checkpoint. The first signal drains
-(checkpoint, then exit code 0), the second signal kills. The exit code of the run is the learner's.
+A crashed rollout worker is restarted, and so is a crashed preparation; a crashed learner restarts from the newest
+checkpoint. The first signal drains (checkpoint, then exit code 0), the second signal kills. The exit code of the run is
+the learner's.
 """
 
 from __future__ import annotations
@@ -15,24 +16,20 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 
-from areal_rloo.decoding import from_json
-from areal_rloo.errors import DecodeError, PreflightError, UserError
-from areal_rloo.files import read_regular, remove_abandoned
+from areal_rloo.errors import UserError
+from areal_rloo.files import remove_abandoned
 from areal_rloo.launcher.fleet import Fleet, Room
 from areal_rloo.launcher.learner_log import LearnerLog, Silence
-from areal_rloo.launcher.long_logs import last_line
 from areal_rloo.launcher.placement import Placement
 from areal_rloo.launcher.plan import JobRequest, Plan, plan_run
+from areal_rloo.launcher.preparation import Preparation
 from areal_rloo.launcher.ranks import LearnerRanks
 from areal_rloo.launcher.run_folder import is_finished, newest_checkpoint
-from areal_rloo.launcher.supervisor import Starter, Supervisor, named
+from areal_rloo.launcher.supervisor import Starter, Supervisor, first_start, named
 from areal_rloo.learner.checkpoint_folder import UNWRITTEN, folder_of, room_for_one, standing
 from areal_rloo.learner.stretches import breaks_of
-from areal_rloo.learner.warm_start import PreparedModel, tiny_model_folder
 from areal_rloo.report import pages_in, result_in
 from areal_rloo.telemetry.health import Health
 from areal_rloo.telemetry.logs import get_logger
@@ -52,7 +49,6 @@ logger = get_logger(__name__)
 _FULL_BYTES = 65_536  # free on a disk that takes nothing more
 _GRACE_S = 5.0
 _LOOK_EVERY_S = 0.1
-_SAY_EVERY_S = 30.0
 _TOLD_TO_END = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
 
@@ -110,6 +106,7 @@ class Job:
         )
         self._trackers = Trackers(self._config, self._folder, self._progress.warn, resume=request.resume)
         self._signals = signals
+        self._preparation = Preparation(request, self._supervisor, self._progress, lambda: signals.any)
         self._drain_ends_s: float | None = None
         self._disk_told = 0  # 1: of little room, 2: of no room
         self._trouble = ""
@@ -123,7 +120,7 @@ class Job:
         grace_s = self._config.launcher.drain_timeout_s  # after an exception, the learner may still save a checkpoint
         try:
             with progress:
-                prepared = self._prepare()
+                prepared = self._preparation.run(has_checkpoint=self._newest_checkpoint() is not None)
                 code = prepared if isinstance(prepared, int) else self._supervise(*prepared)
             grace_s = _GRACE_S
         except UserError as error:
@@ -161,59 +158,6 @@ class Job:
             progress.say(f"no report: {'' if isinstance(error, UserError) else f'{type(error).__name__}: '}{error}")
         return code
 
-    def _prepare(self) -> tuple[str, float] | int:
-        """Make the tiny model if the run needs one; give the model's path and the seconds of the warm start.
-
-        Give the exit code of the run if the run ends here: 0 after a signal, else the code of a warm start that died.
-        """
-        preparation = plan_run(self._request, model_path="").preparation
-        if preparation is None:
-            return self._config.model.path, 0.0
-        trained = self._request.resume and self._newest_checkpoint() is not None
-        if trained and (made := self._made()) is not None:  # else the recipe may be another
-            return made
-        if not tiny_model_folder(self._config, self._request.models).is_dir():
-            self._progress.say("preparing the tiny model (once; it takes one to four minutes)")
-        if not self._config.warm_starts:
-            self._progress.say("the tiny model keeps random weights: it can be shown sums alone; expect rewards of 0")
-        with _first_start():
-            self._supervisor.start(preparation)
-        began_s = said_s = time.monotonic()
-        while (code := self._supervisor.exit_code(preparation.name)) is None and not self._signals.any:
-            if time.monotonic() - said_s > _SAY_EVERY_S:
-                said_s = time.monotonic()
-                reached = last_line(self._folder / "logs" / "warm_start.log").rpartition("warm start: ")[2]
-                self._progress.say(f"still preparing the tiny model, for {said_s - began_s:.0f} s; {reached}")
-            time.sleep(_LOOK_EVERY_S)
-        if code is None or (code != 0 and self._signals.any):
-            return 0
-        if code != 0:
-            words = self._supervisor.last_words(preparation.name)
-            log = self._folder / "logs" / f"{preparation.name}.out"
-            if code == 2:
-                raise PreflightError(words.removeprefix("error: ") or f"the warm start ended with code 2; log: {log}")
-            if code == 128 + signal.SIGKILL:
-                words = words or "was there too little memory?"
-            self._progress.warn(f"the warm start ended with code {named(code)}. {words}".rstrip())
-            self._progress.warn(f"log: {log}; the same command starts again")
-            return code
-        if (made := self._made()) is None:
-            raise PreflightError(
-                f"the warm start left no model that {self._folder / 'model.json'} names; do all hosts see the folder?"
-            )
-        return made
-
-    def _made(self) -> tuple[str, float] | None:
-        """Read the result of a preparation, if any: the model's path and the seconds of the warm start."""
-        file = self._folder / "model.json"
-        if not file.exists():
-            return None
-        try:
-            made = from_json(read_regular(file), PreparedModel)
-        except (OSError, DecodeError):
-            return None
-        return (made.path, made.warm_start_s) if Path(made.path).is_dir() else None
-
     def _supervise(self, model_path: str, warm_start_s: float) -> int:
         """Start learner and workers, and watch them until the learner has ended and does not restart."""
 
@@ -233,7 +177,7 @@ class Job:
             progress=self._progress,
         )
         Targets(self._config, self._folder).begin()
-        with _first_start():
+        with first_start():
             ranks.start()
             fleet.start()
         tail = RecordTail(self._folder / "metrics.jsonl")
@@ -386,14 +330,3 @@ class Job:
     def _begin_drain(self, ranks: LearnerRanks) -> None:
         self._drain_ends_s = time.monotonic() + self._config.launcher.drain_timeout_s
         ranks.drain()
-
-
-@contextlib.contextmanager
-def _first_start() -> Iterator[None]:
-    """Start processes for the first time; later starts are repeated after a failure."""
-    try:
-        yield
-    except OSError as error:
-        raise PreflightError(
-            f"a process cannot be started: {error}; free memory or disk, or raise `ulimit -n` and `ulimit -u`"
-        ) from error

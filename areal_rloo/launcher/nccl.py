@@ -15,7 +15,7 @@ import msgspec
 
 from areal_rloo.config import Config
 from areal_rloo.engines.installed import find_python, package_of
-from areal_rloo.errors import ConfigError, PreflightError
+from areal_rloo.errors import ConfigError, EngineError, PreflightError
 from areal_rloo.launcher.placement import Host, gpus_each, shares_gpus
 
 _TIMEOUT_S = 60.0
@@ -87,7 +87,7 @@ def pair_of(config: Config, hosts: Sequence[Host], *, same_host: bool) -> Pair |
         return None
     try:
         python = find_python(package_of(engine), server, on_gpus=True)
-    except ConfigError:
+    except (ConfigError, EngineError):
         return None  # the doctor's check of the server reports the error
     return Pair(_installed(sys.executable), _installed(python), python)
 

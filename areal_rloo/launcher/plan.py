@@ -49,7 +49,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
         environment: variables on top of the launcher's.
         withheld: variables of the launcher that the process does not get.
         command: run in the launcher's working folder.
-        max_restarts: of this process alone; ranks of the learner restart together instead.
+        max_restarts: of this process alone; `Plan.max_learner_restarts` has those of the others.
     """
 
     name: str
@@ -71,7 +71,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The processes of a run. `preparation` ends before all others start.
 
-    `max_learner_restarts`: of all ranks together, from the newest checkpoint, while the workers go on.
+    `max_learner_restarts`: of all ranks together, from the newest checkpoint, while the workers go on; before that, of
+    the preparation.
     """
 
     preparation: ProcessSpec | None
@@ -247,7 +248,7 @@ def _row(spec: ProcessSpec, plan: Plan) -> tuple[str, ...]:
         spec.host,
         f"cuda:{','.join(spec.gpu_ids)}" if spec.gpu_ids else spec.device,
         str(spec.num_threads),
-        str(plan.max_learner_restarts if spec in plan.learner else spec.max_restarts),
+        str(spec.max_restarts if spec in plan.workers else plan.max_learner_restarts),
         " ".join(("python", *spec.command[1:])),
     )
 

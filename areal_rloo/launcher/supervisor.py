@@ -12,12 +12,12 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from areal_rloo.errors import EXIT_WENT_BACK
+from areal_rloo.errors import EXIT_WENT_BACK, PreflightError
 from areal_rloo.launcher.long_logs import MOST_BYTES, shorten
 from areal_rloo.launcher.plan import ProcessSpec
 from areal_rloo.telemetry.logs import STOPPED, get_logger
@@ -255,6 +255,21 @@ class Supervisor:
     def _started(self, spec: ProcessSpec) -> Handle:
         self._logs.mkdir(parents=True, exist_ok=True)
         return self._starter.start(spec, self._logs / f"{spec.name}.out")
+
+
+@contextlib.contextmanager
+def first_start() -> Iterator[None]:
+    """Start processes of which none runs; other starts are repeated after a failure.
+
+    Raises:
+        PreflightError: the system starts no process; says why and what to do.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise PreflightError(
+            f"a process cannot be started: {error}; free memory or disk, or raise `ulimit -n` and `ulimit -u`"
+        ) from error
 
 
 def backoff_s(num_before: int) -> float:

@@ -51,6 +51,17 @@ def test_a_run_stopped_in_the_warm_start_starts_again_by_the_same_command(start:
     assert again.summary()["exit_reason"] == "completed"
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_run_whose_warm_start_is_killed_goes_on(start: Callable[..., Run], number: signal.Signals) -> None:
+    run = start("learner.num_train_steps=1", "launcher.max_learner_restarts=1")
+    run.wait_for(lambda: bool(run.children("areal_rloo.learner.warm_start")))
+    run.children("areal_rloo.learner.warm_start")[0].send_signal(number)
+    code, output = run.wait()
+    assert code == 0, output
+    assert f"the warm start ended with code {128 + number} ({number.name}); restart 1 of 1 in 0.0 s" in output
+    assert run.summary()["exit_reason"] == "completed"
+
+
 def test_a_run_stopped_before_the_learner_is_ready_says_so(start: Callable[..., Run], tmp_path: Path) -> None:
     entry, waits = tmp_path / "waits.py", tmp_path / "waits"
     entry.write_text(

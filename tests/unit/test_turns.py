@@ -1,7 +1,9 @@
 """Turns of the learner and of engines: never both, whatever process is killed or stopped, and never a turn lost."""
 
+import errno
 import fcntl
 import math
+import os
 import random
 import select
 import signal
@@ -302,6 +304,40 @@ def test_the_folder_ends_with_the_last_process(tmp_path: Path) -> None:
     assert path.exists()
     learner.close()
     assert not path.exists()
+
+
+def _num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_shortage_of_descriptors_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The n-th opening fails, for every n."""
+    monkeypatch.setattr("areal_rloo.files.memory_folder", lambda: tmp_path)
+    opens, num_open = os.open, _num_descriptors()
+    num_refused = 0
+    while True:
+        left = num_refused
+
+        def refuses(*arguments: Any, **options: Any) -> int:
+            nonlocal left
+            left -= 1
+            if left == -1:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return opens(*arguments, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "open", refuses)
+            try:
+                engine = EngineTurn(tmp_path)
+            except PreflightError as error:
+                assert error.exit_code == 1
+            else:
+                break
+        assert (list(tmp_path.iterdir()), _num_descriptors()) == ([], num_open)
+        num_refused += 1
+    engine.close()
+    assert num_refused >= 4
+    assert (list(tmp_path.iterdir()), _num_descriptors()) == ([], num_open)
 
 
 def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:

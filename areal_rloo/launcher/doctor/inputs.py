@@ -11,7 +11,7 @@ import msgspec
 
 from areal_rloo.config import Config, import_function
 from areal_rloo.engines.installed import find_api_key, find_python, package_of, remedy
-from areal_rloo.errors import ConfigError, ModelError, UserError
+from areal_rloo.errors import ConfigError, EngineError, ModelError, UserError
 from areal_rloo.intake.curriculum import load_curriculum
 from areal_rloo.launcher.doctor.base import Finding, Situation, last_line, ok, refused, unsure, wrong
 from areal_rloo.launcher.doctor.hub import missing_datasets, model_paths
@@ -58,6 +58,8 @@ def check_server(situation: Situation) -> Iterator[Finding]:
             yield ok(key, find_python(package, server, on_gpus=_engine_has_gpus(situation)))
     except ConfigError as error:
         yield refused(key, error, fix="correct the config")
+    except EngineError as error:
+        yield unsure(key, str(error).removeprefix(f"{key}: "), "try again")
 
 
 def check_server_imports(situation: Situation) -> Iterator[Finding]:
@@ -69,7 +71,7 @@ def check_server_imports(situation: Situation) -> Iterator[Finding]:
     key, name = f"{package.key}.python", package.distribution
     try:
         python = find_python(package, server, on_gpus=on_gpus)
-    except ConfigError:
+    except (ConfigError, EngineError):
         return  # `check_server` reports the error
     ask = f"import {name}, torch; print(f'{name} {{{name}.__version__}} with torch {{torch.__version__}}')"
     _, seen = last_line([python, "-c", ask], timeout_s=_IMPORT_S)

@@ -37,17 +37,20 @@ class _Ended:
 
 
 class _Starter:
-    """Starts processes that have ended with a code and an output."""
+    """Starts processes that have ended with a code and an output: the next of the codes, or the last one again."""
 
     restarts = False
 
-    def __init__(self, code: int, output: str) -> None:
-        self._code, self._output = code, output
+    def __init__(self, *codes: int, output: str) -> None:
+        self._codes, self._output = codes, output
+        self.num_starts = 0
 
     def start(self, spec: ProcessSpec, log: Path) -> Handle:
         assert spec.name == "warm_start", "nothing starts after a failed warm start"
         log.write_text(self._output)
-        return _Ended(self._code)
+        code = self._codes[min(self.num_starts, len(self._codes) - 1)]
+        self.num_starts += 1
+        return _Ended(code)
 
     def close(self) -> None:
         pass
@@ -59,11 +62,43 @@ def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _job(folder: Path, code: int, output: str) -> Job:
+    return _job_of(folder, _Starter(code, output=output))
+
+
+def _job_of(folder: Path, starter: _Starter, *overrides: str) -> Job:
     here = Host("here", "127.0.0.1", 4, (), 2**34)
-    config = with_counts(load_config("quickstart.yaml", ["telemetry.progress=false"]), [here])
+    config = with_counts(load_config("quickstart.yaml", ["telemetry.progress=false", *overrides]), [here])
     wire = wire_address(config, 1, folder)
     request = JobRequest(config, place(config, [here]), folder, wire, 9, resume=False)
-    return Job(request, _Starter(code, output), LocalRoom(here, ClaimedGpus()), Signals())
+    return Job(request, starter, LocalRoom(here, ClaimedGpus()), Signals())
+
+
+@pytest.fixture(autouse=True)
+def _no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_rloo.launcher.supervisor._BACKOFF_S", (0.0,))
+
+
+@pytest.mark.parametrize("max_restarts", [0, 2])
+def test_a_killed_warm_start_starts_anew_as_often_as_a_learner(
+    tmp_path: Path, max_restarts: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    starter = _Starter(137, output="")
+    assert _job_of(tmp_path, starter, f"launcher.max_learner_restarts={max_restarts}").run() == 137
+    assert starter.num_starts == 1 + max_restarts
+    said = capfd.readouterr().err
+    assert said.count("the warm start ended with code 137 (SIGKILL)") == 1 + max_restarts
+    told = [f"; restart {number} of {max_restarts} in 0.0 s. was" in said for number in range(1, max_restarts + 1)]
+    assert all(told)
+
+
+@pytest.mark.parametrize(("codes", "num_starts"), [((0,), 1), ((2,), 1), ((137, 0), 2), ((1, 2), 2)])
+def test_a_warm_start_that_succeeds_or_refuses_ends_the_restarts(
+    tmp_path: Path, codes: tuple[int, ...], num_starts: int
+) -> None:
+    starter = _Starter(*codes, output="")
+    with pytest.raises(PreflightError):  # no model, or a mistake
+        _job_of(tmp_path, starter).run()
+    assert starter.num_starts == num_starts
 
 
 @pytest.mark.parametrize(

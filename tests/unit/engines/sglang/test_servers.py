@@ -20,7 +20,7 @@ from areal_rloo.engines.server.model_folder import WeightsFolder
 from areal_rloo.engines.server.process import ServerProcess
 from areal_rloo.engines.sglang import SGLang
 from areal_rloo.engines.sglang.command import command_line, environment
-from areal_rloo.errors import ConfigError
+from areal_rloo.errors import ConfigError, EngineError
 from areal_rloo.launcher.long_logs import shorten
 from areal_rloo.models.stored import stored_parameters
 
@@ -284,6 +284,28 @@ def test_a_folder_named_sglang_on_the_path_is_not_sglang(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"found none at .*venv-sglang"):
         find_python(SGLANG, ServerConfig(), on_gpus=False)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("kill -KILL $$", r"was killed by signal 9 before it said if it has sglang$"),
+        ("kill -TERM $$", r"was killed by signal 15 before it said if it has sglang$"),
+        (
+            "exec sleep 60",
+            r"does not say within 0 s if it has sglang; is the machine, or the disk of this Python, busy\?$",
+        ),
+    ],
+)
+def test_a_python_killed_or_slow_is_not_one_without_a_server(
+    script: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_rloo.engines.installed._VERSION_TIMEOUT_S", 0.3)
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    with pytest.raises(EngineError, match=words):
+        find_python(SGLANG, ServerConfig(python=str(python)), on_gpus=False)
 
 
 @pytest.mark.parametrize("package", [SGLANG, VLLM])

@@ -329,5 +329,7 @@ def test_a_missing_or_broken_server_is_wrong(name: str, tmp_path: Path) -> None:
     server = (f"rollout.engine={name}", f"rollout.{name}.python={broken}")
     assert only(check_server, "ok", *server)
     assert only(check_server_imports, "wrong", *server).what.endswith("ImportError: no libnuma")
+    broken.write_text("#!/bin/sh\nkill -KILL $$\n")
+    assert only(check_server, "unsure", *server).what.startswith(f"{broken} was killed by signal 9")
     broken.write_text(f"#!/bin/sh\necho '{name} 0.1 with torch 2'\n")
     assert only(check_server_imports, "unsure", *server).what.startswith(f"{name} 0.1 with torch 2; tested is ")
