@@ -1,6 +1,6 @@
 """The tiny model of a run, made by a process that ends before all others start. Runs on the launcher's main thread.
 
-A warm start that is killed or crashes starts anew, like a learner.
+A warm start that a signal ends starts anew, like a learner. An error of its own would come again, after minutes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from areal_rloo.waiting import wait_until
 
 _LOOK_EVERY_S = 0.1
 _SAY_EVERY_S = 30.0
-_KILLED = 128 + signal.SIGKILL
+_FIRST_SIGNAL, _KILLED = 128 + 1, 128 + signal.SIGKILL
 
 
 class Preparation:
@@ -66,7 +66,7 @@ class Preparation:
         return made
 
     def _code(self, spec: ProcessSpec, max_restarts: int) -> int | None:
-        """Run the warm start, and restart it after a crash; give the last exit code, or None after a signal."""
+        """Run the warm start, and restart it if a signal ended it; give the last exit code, or None if the run ends."""
         for num_restarts in range(max_restarts + 1):
             with first_start():
                 self._supervisor.start(spec)
@@ -76,7 +76,7 @@ class Preparation:
             words = self._supervisor.last_words(spec.name)
             if code == _KILLED:
                 words = words or "was there too little memory?"
-            wait_s, is_last = backoff_s(num_restarts), num_restarts == max_restarts
+            wait_s, is_last = backoff_s(num_restarts), num_restarts == max_restarts or code < _FIRST_SIGNAL
             then = "" if is_last else f"; restart {num_restarts + 1} of {max_restarts} in {wait_s:.1f} s"
             self._progress.warn(f"the warm start ended with code {named(code)}{then}. {words}".rstrip())
             if is_last or wait_until(self._stops, timeout_s=wait_s, look_every_s=_LOOK_EVERY_S):

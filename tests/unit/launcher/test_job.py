@@ -91,7 +91,7 @@ def test_a_killed_warm_start_starts_anew_as_often_as_a_learner(
     assert all(told)
 
 
-@pytest.mark.parametrize(("codes", "num_starts"), [((0,), 1), ((2,), 1), ((137, 0), 2), ((1, 2), 2)])
+@pytest.mark.parametrize(("codes", "num_starts"), [((0,), 1), ((2,), 1), ((137, 0), 2), ((139, 2), 2)])
 def test_a_warm_start_that_succeeds_or_refuses_ends_the_restarts(
     tmp_path: Path, codes: tuple[int, ...], num_starts: int
 ) -> None:
@@ -112,8 +112,10 @@ def test_a_warm_start_that_succeeds_or_refuses_ends_the_restarts(
 def test_a_warm_start_that_dies_gives_the_run_its_exit_code(
     tmp_path: Path, code: int, output: str, words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    job = _job(tmp_path, code, output)
+    starter = _Starter(code, output=output)
+    job = _job_of(tmp_path, starter)
     assert job.run() == code
+    assert starter.num_starts == (3 if code > 128 else 1), "an error would come again"
     assert not job.unfinished
     said = capfd.readouterr().err
     assert words in said
