@@ -75,7 +75,7 @@ class Preparation:
                 break
             words = self._supervisor.last_words(spec.name)
             if code == _KILLED:
-                words = words or "was there too little memory?"
+                words = words or "Was there too little memory?"
             wait_s, is_last = backoff_s(num_restarts), num_restarts == max_restarts or code < _FIRST_SIGNAL
             then = "" if is_last else f"; restart {num_restarts + 1} of {max_restarts} in {wait_s:.1f} s"
             self._progress.warn(f"the warm start ended with code {named(code)}{then}. {words}".rstrip())

@@ -87,7 +87,7 @@ def test_a_killed_warm_start_starts_anew_as_often_as_a_learner(
     assert starter.num_starts == 1 + max_restarts
     said = capfd.readouterr().err
     assert said.count("the warm start ended with code 137 (SIGKILL)") == 1 + max_restarts
-    told = [f"; restart {number} of {max_restarts} in 0.0 s. was" in said for number in range(1, max_restarts + 1)]
+    told = [f"; restart {number} of {max_restarts} in 0.0 s. Was" in said for number in range(1, max_restarts + 1)]
     assert all(told)
 
 
@@ -104,7 +104,7 @@ def test_a_warm_start_that_succeeds_or_refuses_ends_the_restarts(
 @pytest.mark.parametrize(
     ("code", "output", "words"),
     [
-        (137, "", "the warm start ended with code 137 (SIGKILL). was there too little memory?\n"),
+        (137, "", "the warm start ended with code 137 (SIGKILL). Was there too little memory?\n"),
         (143, "", "the warm start ended with code 143 (SIGTERM).\n"),
         (1, "Traceback\nOSError: no space", "the warm start ended with code 1. OSError: no space\n"),
     ],
