@@ -1,6 +1,6 @@
 """The tiny model of a run, made by a process that ends before all others start. Runs on the launcher's main thread.
 
-A warm start that a signal ends starts anew, like a learner. An error of its own would come again, after minutes.
+A warm start that a signal ends starts anew, like a learner. Without a signal, the same error would come again.
 """
 
 from __future__ import annotations
