@@ -134,6 +134,8 @@ def test_the_table_of_the_fleet_equals_the_result_file() -> None:
     cost = 1e6 * half["intake_busy"] / half["samples_per_s"]
     assert f"the intake needs {cost:.0f} us a sample there ({half['intake_busy']:.2f} of a core" in words
     assert f"{round(1e6 / cost, -2):,.0f} samples/s ({cost:.0f} us)" in words
+    full = cases["rate_64"].facts["full"]
+    assert f"and {1e6 * full['intake_busy'] / full['samples_per_s']:.0f} us at the full rate" in words
     for load in (half, faults):
         assert f"{load['p50_ms']:.0f} ms" in words
         assert f"(p99 {load['p99_ms']:.0f} ms)" in words
