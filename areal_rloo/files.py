@@ -207,18 +207,7 @@ class SharedFolder:
         while self._lock < 0:
             if time.monotonic() > ends_s:  # by a stopped process
                 raise BlockingIOError(errno.EAGAIN, "another process has locked the folder", str(self.path))
-            made = False
-            with contextlib.suppress(FileExistsError):
-                self.path.mkdir(mode=0o700)
-                made = True
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                try:
-                    self._lock = self._locked()
-                except OSError:
-                    if made:
-                        with contextlib.suppress(OSError):
-                            self.path.rmdir()  # empty: without a lock, no process would ever remove it
-                    raise
+            self._lock = self._joined()
 
     def open(self, name: str) -> int:
         """Open a file of the folder to read and write, and make the file if there is none; return the descriptor."""
@@ -229,6 +218,22 @@ class SharedFolder:
         """Leave the folder; the last process removes the folder."""
         os.close(self._lock)
         remove_abandoned(self.path.parent)
+
+    def _joined(self) -> int:
+        """Make the folder if there is none, and lock it; return as `_locked` does."""
+        made = False
+        with contextlib.suppress(FileExistsError):
+            self.path.mkdir(mode=0o700)
+            made = True
+        try:
+            return self._locked()
+        except FileNotFoundError:
+            return -1  # removed meanwhile
+        except OSError:
+            if made:
+                with contextlib.suppress(OSError):
+                    self.path.rmdir()  # empty: without a lock, no process would ever remove it
+            raise
 
     def _locked(self) -> int:
         """Return the descriptor of the lock; -1 if the folder was removed before the lock."""

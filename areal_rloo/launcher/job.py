@@ -2,9 +2,9 @@
 
     preparation ─► learner ranks and rollout workers ─► watch until the learner has ended ─► report
 
-A crashed rollout worker is restarted, and so is a crashed preparation; a crashed learner restarts from the newest
-checkpoint. The first signal drains (checkpoint, then exit code 0), the second signal kills. The exit code of the run is
-the learner's.
+A crashed rollout worker is restarted, and so is a preparation that a signal ended; a crashed learner restarts from the
+newest checkpoint. The first signal drains (checkpoint, then exit code 0), the second signal kills. The exit code of the
+run is the learner's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from areal_rloo.launcher.plan import JobRequest, Plan, plan_run
 from areal_rloo.launcher.preparation import Preparation
 from areal_rloo.launcher.ranks import LearnerRanks
 from areal_rloo.launcher.run_folder import is_finished, newest_checkpoint
-from areal_rloo.launcher.supervisor import Starter, Supervisor, first_start, named
+from areal_rloo.launcher.supervisor import KILLED, Starter, Supervisor, first_start, named
 from areal_rloo.learner.checkpoint_folder import UNWRITTEN, folder_of, room_for_one, standing
 from areal_rloo.learner.stretches import breaks_of
 from areal_rloo.report import pages_in, result_in
@@ -120,7 +120,8 @@ class Job:
         grace_s = self._config.launcher.drain_timeout_s  # after an exception, the learner may still save a checkpoint
         try:
             with progress:
-                prepared = self._preparation.run(has_checkpoint=self._newest_checkpoint() is not None)
+                goes_on = self._request.resume and self._newest_checkpoint() is not None
+                prepared = self._preparation.run(goes_on=goes_on)
                 code = prepared if isinstance(prepared, int) else self._supervise(*prepared)
             grace_s = _GRACE_S
         except UserError as error:
@@ -201,11 +202,11 @@ class Job:
         if told and code in _TOLD_TO_END:
             code = 0  # the signal came before the learner could handle signals
         self._complete_summary(warm_start_s)
-        overdue = self._signals.drains and self._signals.num_ends == 0 and code == 128 + signal.SIGKILL
+        overdue = self._signals.drains and self._signals.num_ends == 0 and code == KILLED
         crashed = told and code not in (0, 2) and ranks.has_restart_left  # instead of a restart, the run ends
         self.unfinished = (code == 0 or overdue or crashed) and failure is None and not is_finished(self._folder)
         if code != 0 and failure != 2:  # else the worker's line is printed, and the launcher itself ended the learner
-            killed = self._why_killed() if code == 128 + signal.SIGKILL or code in _TOLD_TO_END else None
+            killed = self._why_killed() if code in (KILLED, *_TOLD_TO_END) else None
             self._progress.warn(ranks.last_words(code) if killed is None else f"{killed}: exit code {named(code)}")
         code = code if failure is None else failure
         if code != 0:

@@ -5,7 +5,6 @@ A warm start that a signal ends starts anew, like a learner. Without a signal, t
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,14 +14,14 @@ from areal_rloo.errors import DecodeError, PreflightError
 from areal_rloo.files import read_regular
 from areal_rloo.launcher.long_logs import last_line
 from areal_rloo.launcher.plan import JobRequest, ProcessSpec, plan_run
-from areal_rloo.launcher.supervisor import Supervisor, backoff_s, first_start, named
+from areal_rloo.launcher.supervisor import KILLED, Supervisor, backoff_s, first_start, named
 from areal_rloo.learner.warm_start import PreparedModel, tiny_model_folder
 from areal_rloo.telemetry.progress import Progress
 from areal_rloo.waiting import wait_until
 
 _LOOK_EVERY_S = 0.1
 _SAY_EVERY_S = 30.0
-_FIRST_SIGNAL, _KILLED = 128 + 1, 128 + signal.SIGKILL
+_FIRST_SIGNAL = 128 + 1
 
 
 class Preparation:
@@ -33,16 +32,15 @@ class Preparation:
     ) -> None:
         self._request, self._supervisor, self._progress, self._stops = request, supervisor, progress, stops
 
-    def run(self, *, has_checkpoint: bool) -> tuple[str, float] | int:
-        """Give the model's path and the seconds of the warm start.
+    def run(self, *, goes_on: bool) -> tuple[str, float] | int:
+        """Give the model's path and the seconds of the warm start. `goes_on`: from a checkpoint.
 
         Give the exit code of the run if the run ends here: 0 after a signal, else the code of a warm start that died.
         """
         config, plan = self._request.config, plan_run(self._request, model_path="")
         if plan.preparation is None:
             return config.model.path, 0.0
-        trained = self._request.resume and has_checkpoint
-        if trained and (made := self._made()) is not None:  # else the recipe may be another
+        if goes_on and (made := self._made()) is not None:  # else the recipe may be another
             return made
         if not tiny_model_folder(config, self._request.models).is_dir():
             self._progress.say("preparing the tiny model (once; it takes one to four minutes)")
@@ -74,7 +72,7 @@ class Preparation:
             if code in (None, 0, 2) or self._stops():
                 break
             words = self._supervisor.last_words(spec.name)
-            if code == _KILLED:
+            if code == KILLED:
                 words = words or "Was there too little memory?"
             wait_s, is_last = backoff_s(num_restarts), num_restarts == max_restarts or code < _FIRST_SIGNAL
             then = "" if is_last else f"; restart {num_restarts + 1} of {max_restarts} in {wait_s:.1f} s"

@@ -14,7 +14,7 @@ import msgspec
 from areal_rloo.errors import EXIT_RANK_LOST, EXIT_UNSAVED
 from areal_rloo.launcher.plan import Plan
 from areal_rloo.launcher.run_folder import newest_checkpoint
-from areal_rloo.launcher.supervisor import Supervisor, backoff_s, named
+from areal_rloo.launcher.supervisor import KILLED, Supervisor, backoff_s, named
 from areal_rloo.learner.checkpoint_folder import (
     folder_of,
     remove_unfinished,
@@ -24,7 +24,6 @@ from areal_rloo.learner.checkpoint_folder import (
 from areal_rloo.telemetry.progress import Progress
 
 _GRACE_S = 5.0
-_KILLED = 128 + signal.SIGKILL
 _KILLED_WHILE_SAVING = (
     " The learner was killed while it wrote {checkpoint}: probably the kernel needed memory (see `dmesg`), because a "
     "checkpoint is copied to CPU memory first. Give the learner's host more memory, or set "
@@ -181,6 +180,6 @@ class LearnerRanks:
         """Name the checkpoint that was being written when a rank got a SIGKILL from outside; None otherwise."""
         codes = [self._supervisor.exit_code(spec.name) for spec in self._specs]
         of_followers = [code for code in codes[1:] if code not in (None, 0, EXIT_RANK_LOST)]
-        if self._is_killed_here or _KILLED not in (of_followers or codes[:1]):  # a lost follower has rank 0 killed
+        if self._is_killed_here or KILLED not in (of_followers or codes[:1]):  # a lost follower has rank 0 killed
             return None
         return next((path.name for path in unfinished_checkpoints(folder_of(self._folder))), None)

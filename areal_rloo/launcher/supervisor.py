@@ -31,7 +31,7 @@ _LAST_WORDS_BYTES = 64 * 1024
 _FULL_BYTES = 64 * 1024  # a disk with less room has lost output
 _LOOK_EVERY_S = 0.02
 _GRACE_S = 5.0
-_KILLED = 128 + signal.SIGKILL
+KILLED = 128 + signal.SIGKILL
 
 
 def named(code: int | None) -> str:
