@@ -115,6 +115,7 @@ def _judge(part: Part, case: Case, seconds: float, summary: dict[str, Any], step
     lost = ledger["admitted"] - ledger["trained"] - sum(ledger["dropped"].values()) - waiting
     first, last = steps[0], steps[-1]
     spent_s = last["wall_s"] - first["wall_s"]  # the first step also waits for the engine's start
+    idle_s, busy_s = (last[key] - first[key] for key in ("rollout_idle_s", "rollout_busy_s"))
     part.row(
         "runs",
         model=case.shape,
@@ -127,7 +128,7 @@ def _judge(part: Part, case: Case, seconds: float, summary: dict[str, Any], step
         tokens_per_s=round((last["generated_tokens"] - first["generated_tokens"]) / spent_s),
         learner_tokens_per_s=round(last["learner_tokens_per_s"]),
         learner_idle_share=round((last["learner_idle_s"] - first["learner_idle_s"]) / spent_s, 2),
-        rollout_idle_share=round((last["rollout_idle_s"] - first["rollout_idle_s"]) / spent_s, 2),
+        rollout_idle_share=round(idle_s / max(1e-9, idle_s + busy_s), 2),
         seconds=round(seconds, 1),
     )
     print(f"--- times of the last step: {json.dumps(last['times_s'])}", flush=True)

@@ -31,6 +31,7 @@ from typing import Any
 
 import psutil
 
+from areal_rloo.telemetry.bound import idle_share
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import TrainRecord
 from benchmarks import hardware
@@ -228,7 +229,7 @@ def _speed(records: Sequence[TrainRecord]) -> dict[str, float]:
     steps = max(1, last.num_train_steps - first.num_train_steps)
     wall_s = (last.wall_s - first.wall_s) / steps
     learner_s = wall_s - (last.learner_idle_s - first.learner_idle_s) / steps
-    rollout_s = wall_s - (last.rollout_idle_s - first.rollout_idle_s) / steps
+    rollout_s = wall_s * (1 - idle_share(last, first))
     return {
         "trained_samples": last.ledger.trained,
         "step_s": round(wall_s, 4),

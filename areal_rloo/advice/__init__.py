@@ -5,5 +5,6 @@ limits of the model and the measured errors.
 
 - `simulation` runs a schedule in virtual time.
 - `calibration` measures the speeds of a run from the records.
+- `shrinking` makes a large run small enough to simulate.
 - `forecast` counts the steps of a simulation, names the bottleneck of a run, and searches the best setup.
 """

@@ -36,8 +36,8 @@ class Load:
 
     speeds: Speeds
     num_ranks: int  # of the run
-    lengths: npt.NDArray[np.float64]  # [groups, group_size] tokens
-    loss_share: float  # of the completion tokens of a batch
+    lengths: npt.NDArray[np.float64]  # [groups, group_size] tokens of a sample
+    loss_share: float  # of the policy's tokens of a batch that are within the bound
     kept_share: float  # of the complete groups
     sizes_differ: bool
 
@@ -53,12 +53,16 @@ def calibrated(records: Sequence[TrainRecord], config: Config) -> Load:
     after = records[1:]
     mean = statistics.fmean(record.completion_tokens_mean for record in after)
     std = math.sqrt(statistics.fmean(record.completion_tokens_std**2 for record in after))
+    longest = statistics.fmean(record.longest_of_group_mean for record in after)
+    num_tokens = sum(record.policy_tokens for record in after)
+    num_fresh = num_tokens - sum(record.masked_token_share * record.policy_tokens for record in after)
     trained, train_s = sum(record.trained_tokens for record in after), sum(record.train_step_s for record in after)
-    num_tokens = config.samples_per_step * mean * len(after)
+    of_sample = num_tokens / (config.samples_per_step * len(after))  # perhaps of several completions
     others = [now.wall_s - before.wall_s - now.wait_s - now.train_step_s for before, now in pairwise(records)]
     points = list(_decode_points(records))
     fixed_s, each_s, differ = _decode_line(points) if points else (math.nan, math.nan, False)
-    if not 0 < trained * train_s * mean < math.inf or not math.isfinite(std + sum(others) + fixed_s + each_s):
+    positive, finite = (trained, num_fresh, num_tokens, train_s, mean), (std, longest, sum(others), fixed_s, each_s)
+    if not all(0 < number < math.inf for number in positive) or not all(map(math.isfinite, finite)):
         raise DataError("nothing was generated and trained in these steps: there is no speed to calibrate from")
     ledger = records[-1].ledger
     num_filtered = sum(num for reason, num in ledger.dropped.items() if reason != "stale")  # those are simulated
@@ -73,16 +77,21 @@ def calibrated(records: Sequence[TrainRecord], config: Config) -> Load:
         ),
         num_ranks=config.learner.num_ranks,
         lengths=drawn_lengths(
-            mean=mean,
-            std=std,
-            longest_of_group=statistics.fmean(record.longest_of_group_mean for record in after),
+            mean=of_sample,
+            std=std * of_sample / mean,
+            longest_of_group=longest * of_sample / mean,
             group_size=config.algorithm.group_size,
-            most=config.rollout.sampling.max_new_tokens,
+            most=_most_tokens(after, config) * max(1.0, of_sample / mean),
         ),
-        loss_share=trained / num_tokens,
+        loss_share=trained / num_fresh,
         kept_share=max(_LEAST_KEPT, kept_share),
         sizes_differ=differ,
     )
+
+
+def _most_tokens(records: Sequence[TrainRecord], config: Config) -> int:
+    """Return the tokens of the longest completion: `max_new_tokens` limits each turn of an episode."""
+    return max(config.rollout.sampling.max_new_tokens, *(record.completion_tokens_max for record in records))
 
 
 def merged(loads: Sequence[Load], records: Sequence[Sequence[TrainRecord]]) -> Load:
@@ -137,7 +146,7 @@ def setup_of(config: Config, evaluations: Sequence[EvalRecord] = ()) -> Setup:
 
 
 def drawn_lengths(
-    *, mean: float, std: float, longest_of_group: float, group_size: int, most: int
+    *, mean: float, std: float, longest_of_group: float, group_size: int, most: float
 ) -> npt.NDArray[np.float64]:
     """Draw lengths with this mean, spread and mean of the longest of a group: [groups, group_size], 1 to `most`.
 

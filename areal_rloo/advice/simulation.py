@@ -58,7 +58,7 @@ class Setup:
     stale_tokens: Literal["mask", "drop", "wait"] = "mask"
     kept_share: float = 1.0
     num_eval: int = 0  # samples of an evaluation
-    eval_every: int = 0  # versions; 0: only at the start
+    eval_every: int = 0  # versions; 0: never
     publish_every: int = 1  # steps
 
 
@@ -95,8 +95,8 @@ class _Sample(NamedTuple):
 class _Engine:
     """Decodes samples. Progress is a count of decode steps, the same for all running samples."""
 
-    def __init__(self, speeds: Speeds, num_slots: int) -> None:
-        self._speeds, self._num_slots = speeds, num_slots
+    def __init__(self, speeds: Speeds, num_slots: int, index: int) -> None:
+        self._speeds, self._num_slots, self.index = speeds, num_slots, index
         self.num_held = 0  # train samples leased and not ended
         self.waiting: deque[_Sample] = deque()
         self.waiting_eval: deque[_Sample] = deque()
@@ -179,20 +179,21 @@ class _Simulation:
         self._eval_lengths = cycle(lengths.T.ravel().tolist())  # of different groups
         share = -(-setup.groups_per_step * lengths.shape[1] // setup.num_workers)
         self._capacity = setup.num_slots + (share if setup.lease_ahead is None else setup.lease_ahead)
-        self._engines = [_Engine(speeds, setup.num_slots) for _ in range(setup.num_workers)]
+        self._engines = [_Engine(speeds, setup.num_slots, index) for index in range(setup.num_workers)]
+        self._by_load = [(0, index) for index in range(setup.num_workers)]  # a heap: samples held, engine
         self._live: dict[int, _Group] = {}
         self._ready: list[tuple[int, int]] = []  # deadline, group id
         self._batch: list[_Group] = []  # in training; empty: the learner waits
         self._since_s = 0.0  # the learner waits or trains
         self._kept = 0.0  # the share of a group, summed over complete groups
         self._version, self._published, self._num_admitted, self._now_s = 0, 0, 0, 0.0
+        self._num_eval, self._eval_due = 0, False  # samples of the evaluation under way; another is due after it
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._steps: list[Step] = []
 
     def run(self) -> list[Step]:
         """Run to the last train step."""
-        self._evaluate()
         self._lease()
         while self._version < self._setup.num_train_steps:
             self._now_s, _, event = heapq.heappop(self._events)
@@ -203,14 +204,19 @@ class _Simulation:
         heapq.heappush(self._events, (time_s, next(self._order), event))
 
     def _evaluate(self) -> None:
-        for number in range(self._setup.num_eval):
+        """Start an evaluation at the next event of each engine; a single one runs at a time."""
+        self._eval_due = self._num_eval > 0
+        if self._eval_due:
+            return
+        self._num_eval = self._setup.num_eval
+        for number in range(self._num_eval):
             engine = self._engines[number % len(self._engines)]
             engine.waiting_eval.append(_Sample(None, next(self._eval_lengths), begins_group=True))
 
     def _lease(self) -> None:
         """Admit groups while the bound and the room of the workers allow, and let their engines start samples."""
         setup, given = self._setup, dict[_Engine, None]()  # a set has no fixed order
-        while (engine := min(self._engines, key=lambda e: e.num_held)).num_held < self._capacity and num_admissible(
+        while (engine := self._least_loaded()).num_held < self._capacity and num_admissible(
             policy_version=self._version,
             published_version=self._published,
             max_staleness=setup.max_staleness,
@@ -224,20 +230,34 @@ class _Simulation:
             group = _Group(self._num_admitted, self._published, due, len(lengths))
             self._live[group.group_id] = group
             self._num_admitted += 1
-            engine.num_held += len(lengths)
+            self._hold(engine, len(lengths))
             given[engine] = None
             engine.waiting.extend(_Sample(group, tokens, index == 0) for index, tokens in enumerate(lengths))
         for engine in given:
             self._tend(engine)
 
+    def _least_loaded(self) -> _Engine:
+        """Return the first engine with the fewest samples."""
+        while (top := self._by_load[0])[0] != self._engines[top[1]].num_held:
+            heapq.heappop(self._by_load)  # written before a change
+        return self._engines[top[1]]
+
+    def _hold(self, engine: _Engine, num: int) -> None:
+        engine.num_held += num
+        heapq.heappush(self._by_load, (engine.num_held, engine.index))
+
     def _tend(self, engine: _Engine, *, at_end: bool = False) -> None:
         """Bring an engine up to this moment, and plan the end of the next sample."""
         has_room = False
         for sample, runs in engine.advance(self._now_s, at_end=at_end):
-            if sample.group is not None:
-                engine.num_held -= 1
-                has_room = True
-                self._complete(sample.group, runs)
+            if sample.group is None:
+                self._num_eval -= 1
+                continue
+            self._hold(engine, -1)
+            has_room = True
+            self._complete(sample.group, runs)
+        if self._eval_due and not self._num_eval:
+            self._evaluate()
         engine.start_waiting()
         engine.changes += 1
         if (end_s := engine.next_end_s()) is not None:
@@ -266,8 +286,8 @@ class _Simulation:
 
     def _take(self) -> None:
         """Take a batch and begin to train if the learner waits, and a batch is ready and may be taken."""
-        size = self._setup.groups_per_step
-        if self._batch or self._version == self._setup.num_train_steps:
+        setup, size = self._setup, self._setup.groups_per_step
+        if self._batch or self._version == setup.num_train_steps:
             return
         while self._ready and self._ready[0][0] < self._version:  # past the deadline: perhaps nothing fresh is left
             if any(self._fresh(runs)[0] for runs in self._live[self._ready[0][1]].samples):
@@ -276,7 +296,7 @@ class _Simulation:
         if len(self._ready) < size:
             return
         first = heapq.nsmallest(size, self._ready)
-        if self._setup.stale_tokens == "wait":
+        if setup.stale_tokens == "wait":
             taken = {group_id for _, group_id in first}
             left = Counter(group.deadline for group in self._live.values() if group.group_id not in taken)
             if must_wait(policy_version=self._version, groups_per_step=size, num_left=left):
@@ -285,7 +305,8 @@ class _Simulation:
         wait_s, self._since_s = self._now_s - self._since_s, self._now_s
         samples = [runs for group in self._batch for runs in group.samples]
         trained, masked, staleness = map(sum, zip(*map(self._fresh, samples), strict=True))
-        train_s = self._speeds.train_fixed_s + self._speeds.train_s(trained, self._setup.num_ranks)
+        computed = trained if setup.stale_tokens == "drop" else trained + masked  # a mask spares the loss, not the pass
+        train_s = self._speeds.train_fixed_s + self._speeds.train_s(computed, setup.num_ranks)
         first_staleness = sum(self._version - runs[0][0] for runs in samples) / len(samples)
         self._step = Step(self._now_s + train_s, wait_s, trained, masked, staleness, first_staleness, 0.0)
         self._at(self._step.ended_s, self._commit)
@@ -315,7 +336,7 @@ class _Simulation:
             self._published = version
             self._at(self._now_s + self._speeds.broadcast_s, lambda: self._publish(version))
         if evaluates:
-            self._evaluate()  # starts at the next event of each engine
+            self._evaluate()
         self._take()
         self._lease()
 

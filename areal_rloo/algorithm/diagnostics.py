@@ -151,12 +151,13 @@ def describe_tokens(num_by_staleness: Mapping[int, int], num_stale: int, num_tru
     The tokens in the loss are given by staleness; the others are past the bound, or of a truncated sample.
     """
     num_in_loss = sum(num_by_staleness.values())
-    num_all = max(1, num_in_loss + num_stale + num_truncated)
+    num_all = num_in_loss + num_stale + num_truncated
     return {
+        "policy_tokens": num_all,
         "trained_tokens": num_in_loss,
         "staleness_mean": sum(s * n for s, n in num_by_staleness.items()) / max(1, num_in_loss),
         "staleness_max": max(num_by_staleness, default=0),
         "staleness_tokens": dict(num_by_staleness),
-        "masked_token_share": num_stale / num_all,
-        "truncated_token_share": num_truncated / num_all,
+        "masked_token_share": num_stale / max(1, num_all),
+        "truncated_token_share": num_truncated / max(1, num_all),
     }

@@ -54,13 +54,15 @@ from areal_rloo.config.schema import (
     WireConfig,
     validate,
 )
-from areal_rloo.config.section import argument_name, is_loopback
+from areal_rloo.config.section import MOST_RANKS, MOST_WORKERS, argument_name, is_loopback
 from areal_rloo.config.server import ServerConfig, option_number
 
 __all__ = [
     "ENTRY",
     "EXPECTED",
     "MOST_BETA",
+    "MOST_RANKS",
+    "MOST_WORKERS",
     "PRESETS",
     "AdaptiveKLConfig",
     "AlgorithmConfig",

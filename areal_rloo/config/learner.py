@@ -7,7 +7,7 @@ from typing import Literal
 
 from areal_rloo.config.algorithm import LossConfig
 from areal_rloo.config.section import (
-    AutoInt,
+    AutoRanks,
     AutoSteps,
     AutoTokens,
     Count,
@@ -60,7 +60,7 @@ class LoraConfig(Section, frozen=True):
 class LearnerConfig(Section, frozen=True):
     device: Literal["auto", "cpu", "cuda"] = "auto"  # of the ranks; auto: GPUs if there are any
     # Processes, each on an own device, that share weights, gradients and states. auto: a quarter of the GPUs.
-    num_ranks: AutoInt = 1
+    num_ranks: AutoRanks = 1
     num_replicas: Count = 1  # copies of the policy among the ranks; each is sharded over num_ranks / num_replicas
     num_threads: CountOrNone = 0  # CPU threads of a rank; 0: an equal share of the cores
     num_train_steps: AutoSteps = 100  # length of the run; auto: the steps of data.num_epochs

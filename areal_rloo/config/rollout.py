@@ -7,7 +7,7 @@ from typing import Literal
 
 from areal_rloo.config.episode import EpisodeConfig, episode_mistakes
 from areal_rloo.config.section import (
-    AutoInt,
+    AutoWorkers,
     Count,
     CountOrNone,
     LeaseCount,
@@ -48,7 +48,7 @@ class EmbeddedConfig(Section, frozen=True):
 
 class RolloutConfig(Section, frozen=True):
     engine: Literal["embedded", "sglang", "vllm"] = "embedded"  # in the worker (embedded), or a server of its own
-    num_workers: AutoInt = 1  # auto: as many as GPUs without a learner rank, or as hosts
+    num_workers: AutoWorkers = 1  # auto: as many as GPUs without a learner rank, or as hosts
     device: Literal["auto", "cpu", "cuda"] = "auto"  # of the engines; auto: GPUs if there are any
     num_threads: CountOrNone = 0  # CPU threads of a worker; 0: an equal share of the cores
     num_slots: LeaseCount = 64  # completions decoded together

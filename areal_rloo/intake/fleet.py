@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, NamedTuple
 
 import msgspec
 
-from areal_rloo.config import WireConfig
+from areal_rloo.config import MOST_WORKERS, WireConfig
 from areal_rloo.intake.work import added, grown
 from areal_rloo.intake.worker import Standing, Worker
 from areal_rloo.telemetry.logs import get_logger
@@ -27,9 +27,6 @@ from areal_rloo.wire.peers import MOST_PEERS, Recent
 
 logger = get_logger(__name__)
 
-# A holder of the keys can say Hello under any number of names. The work for a message grows with the number of workers:
-# a tick takes 0.4 ms with this number, and four times as many workers would take a second for a second's heartbeats.
-MOST_WORKERS = 1024
 SET_ASIDE_S, _MOST_DOUBLINGS = 300.0, 4  # twice as long each time
 _VOTES_S = 300.0  # of workers that departed, and at the start of those that are expected
 _MOST_TICK_S = 1.0  # the rest of a longer time is the learner's own

@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 
-from areal_rloo.advice.calibration import Load, calibrated, merged, setup_of
+from areal_rloo.advice.calibration import LEAST_RECORDS, Load, calibrated, merged, setup_of
 from areal_rloo.advice.forecast import best_setup, bottleneck, forecast, splits
 from areal_rloo.advice.simulation import Setup
 from areal_rloo.config import Config, check_launched, check_unique, load_config
 from areal_rloo.errors import ConfigError
 from areal_rloo.program import Parser, run_main
+from areal_rloo.telemetry.bound import newest
 from areal_rloo.telemetry.metrics import read_records
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 
@@ -50,13 +51,18 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("rollout.share_devices: expected devices for each half, got in_turns; there is no split")
     folders = options.folders or [_LATEST]
     runs = [_read(folder, config) for folder in folders]
-    steps = [[record for record in records if isinstance(record, TrainRecord)][-_MOST_STEPS:] for records, _ in runs]
+    steps = [_measured(records) for records, _ in runs]
     load = merged([calibrated(found, of_run) for found, (_, of_run) in zip(steps, runs, strict=True)], steps)
     setup = setup_of(config, [record for record in runs[0][0] if isinstance(record, EvalRecord)])
     per_worker = config.rollout.tensor_parallel
     here = setup.num_ranks + per_worker * setup.num_workers
     num_devices = here if options.devices is None else options.devices
-    choices = splits(num_devices, per_worker=per_worker, rank_step=config.learner.num_replicas)
+    choices = splits(
+        num_devices,
+        per_worker=per_worker,
+        rank_step=config.learner.num_replicas,
+        most_ranks=config.samples_per_step,
+    )
     if not choices:
         raise ConfigError(f"argument '--devices': expected enough for a rank and a worker, got {num_devices}")
     measured = {of_run.rollout.num_slots for _, of_run in runs}
@@ -67,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     for line in (
         f"measured in {', '.join(map(str, folders))}: {_speeds(load, setup)}",
         f"as configured: {_counts(setup)}: {forecast(load, setup).words()}",
-        f"best for {num_devices} devices: {_counts(best)}: {found.words()}",
+        f"best for {num_devices:,} devices{_unused(num_devices, best, per_worker)}: {_counts(best)}: {found.words()}",
         bottleneck(load, best, wait_share=found.wait_share, idle_share=found.idle_share, is_forecast=True),
         f"options: learner.num_ranks={best.num_ranks} rollout.num_workers={best.num_workers} "
         f"algorithm.pipeline_depth={best.pipeline_depth} rollout.num_slots={best.num_slots}",
@@ -91,6 +97,21 @@ def _read(folder: Path, config: Config) -> tuple[list[Record], Config]:
         if asked != measured:
             raise ConfigError(f"{key}: expected {measured} as in {folder}, got {asked}; name a run of this config")
     return read_records(folder / "metrics.jsonl"), of_run
+
+
+def _measured(records: Sequence[Record]) -> list[TrainRecord]:
+    """Return the newest steps between two starts of the learner that are enough to measure speeds."""
+    steps = [record for record in records if isinstance(record, TrainRecord)]
+    found = measured = newest(steps, _MOST_STEPS)
+    while found and len(found) < LEAST_RECORDS:
+        steps = steps[: -len(found)]
+        found = newest(steps, _MOST_STEPS)
+    return found or measured
+
+
+def _unused(num_devices: int, setup: Setup, per_worker: int) -> str:
+    num = num_devices - setup.num_ranks - per_worker * setup.num_workers
+    return f", {num:,} of them unused" * (num > 0)
 
 
 def _speeds(load: Load, setup: Setup) -> str:

@@ -30,6 +30,7 @@ from areal_rloo.intake.work import IntakeStatistics
 from areal_rloo.learner.checkpoint import Checkpoints
 from areal_rloo.learner.state import Totals
 from areal_rloo.learner.train_step import StepResult
+from areal_rloo.telemetry.bound import idle_share
 from areal_rloo.telemetry.health import Health
 from areal_rloo.telemetry.logs import get_logger
 from areal_rloo.telemetry.metric import Metric
@@ -102,6 +103,7 @@ class Reporter:
         self._num_missing = 0  # records since the last one that was written; of the writer's thread
         self._before = msgspec.structs.replace(self.totals)
         self._first_step: IntakeStatistics | None = None
+        self._num_steps = 0  # of this process
         self._waits_since_s: float | None = None  # the learner, for a batch
         self._parts = Words(_MOST_PARTS)
         self._started_s = math.inf
@@ -109,7 +111,7 @@ class Reporter:
     def start_clock(self) -> None:
         """Start to measure `wall_s` and the rates of the first record: the learner is ready to train."""
         self._started_s = self._record_s = time.monotonic()
-        self._record_tokens, self._record_idle_s = self.totals.generated_tokens, self.totals.rollout_idle_s
+        self._recorded = msgspec.structs.replace(self.totals)
 
     def evaluation(self, record: EvalRecord) -> None:
         """Write an evaluation, without waiting for the disk."""
@@ -140,19 +142,20 @@ class Reporter:
         for value, count in masks.staleness_tokens.items():
             totals.staleness_tokens[value] = totals.staleness_tokens.get(value, 0) + count
         self.update_totals(statistics)
-        num_generated, elapsed_s = totals.generated_tokens - self._record_tokens, time.monotonic() - self._record_s
-        idle_s = {"learner": times["waiting"], "rollout": totals.rollout_idle_s - self._record_idle_s}
-        self._record_s, self._record_tokens = self._record_s + elapsed_s, totals.generated_tokens
-        self._record_idle_s = totals.rollout_idle_s
+        before, elapsed_s = self._recorded, time.monotonic() - self._record_s
+        self._record_s, self._recorded = self._record_s + elapsed_s, msgspec.structs.replace(totals)
+        rollouts_wait = idle_share(totals, before, unknown=math.nan)
+        self._num_steps += 1
         record = TrainRecord(
             num_train_steps=policy_version,
             policy_version=policy_version,
             wait_s=times["waiting"],
             skipped_steps=totals.skipped_steps,
+            steps_since_start=self._num_steps,
             **msgspec.structs.asdict(self._moving(totals, statistics)),
-            generated_tokens_per_s=num_generated / elapsed_s,
+            generated_tokens_per_s=(totals.generated_tokens - before.generated_tokens) / elapsed_s,
             trained_tokens_per_s=masks.num_tokens / elapsed_s,
-            idle_share={half: min(1.0, max(0.0, seconds / elapsed_s)) for half, seconds in idle_s.items()},
+            idle_share={"learner": min(1.0, times["waiting"] / elapsed_s), "rollout": rollouts_wait},
             **batch_numbers(batch, label=self._parts.label),
             **result.numbers,
             **{**result.measured, "times_s": {**result.measured["times_s"], **times}},
@@ -216,7 +219,7 @@ class Reporter:
         if waits_since_s is not None:
             now.learner_idle_s += time.monotonic() - waits_since_s
         if (first := self._first_step) is not None:
-            idle_s = (statistics.rollout_idle_s - first.rollout_idle_s) / self.config.rollout.num_workers
+            idle_s = statistics.rollout_idle_s - first.rollout_idle_s
             now.rollout_idle_s = min(before.rollout_idle_s + idle_s, MOST_SECONDS)
         now.rollout_busy_s = min(before.rollout_busy_s + statistics.rollout_busy_s, MOST_SECONDS)
         now.decoding_s = min(before.decoding_s + statistics.decoding_s, MOST_SECONDS)
@@ -277,6 +280,7 @@ class Reporter:
             wall_s=totals.wall_s,
             learner_idle_s=totals.learner_idle_s,
             rollout_idle_s=totals.rollout_idle_s,
+            rollout_busy_s=totals.rollout_busy_s,
             skipped_steps=totals.skipped_steps,
             failed_checkpoints=totals.failed_checkpoints,
         ).write(path)

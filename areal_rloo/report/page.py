@@ -26,6 +26,7 @@ from areal_rloo.report.charts import Curve, histogram, line_chart, stacked_chart
 from areal_rloo.report.curves import STYLE, by_set, curve_name, drawn, points
 from areal_rloo.report.recorded import best_and_worst, length_chart, read_recorded
 from areal_rloo.report.timeline import Lasted, timeline
+from areal_rloo.telemetry.bound import idle_share
 from areal_rloo.telemetry.code_state import STARTS_NAME
 from areal_rloo.telemetry.health import Health
 from areal_rloo.telemetry.metric import Declared, declared_metrics, healthy_range
@@ -177,13 +178,12 @@ def _facts(train: Sequence[TrainRecord], evaluations: Sequence[EvalRecord], summ
             facts.append((samples, f"{records[0].pass_share:.3f} → {records[-1].pass_share:.3f}"))
     if train:
         last = train[-1]
-        since_s = last.wall_s - train[0].wall_s or last.wall_s
         facts += [
             ("reward", f"{train[0].reward_mean:.3f} → {last.reward_mean:.3f}"),
             ("train steps", f"{last.num_train_steps:,}"),
             ("training time", _duration(last.wall_s)),
             ("learner idle", f"{100 * last.learner_idle_s / last.wall_s:.1f} %"),
-            ("rollout idle, after the first step", f"{100 * last.rollout_idle_s / since_s:.1f} %"),
+            ("rollouts idle, after the first step", f"{100 * idle_share(last, train[0]):.1f} %"),
             ("tokens generated", f"{last.generated_tokens:,}"),
         ]
     if summary is not None:

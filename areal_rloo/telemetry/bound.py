@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from areal_rloo.telemetry.records import TrainRecord
 
@@ -12,6 +12,14 @@ _LEAST_RECORDS = 3  # a single step says little
 _SMALL = 0.05  # share of the time
 _ALIKE = 1 / 3  # ratio of the shares
 _AT_ONCE = 1.2  # sum of the shares: halves that wait for each other wait in turn, so for at most 1 together
+
+
+class _WorkerTimes(Protocol):
+    @property
+    def rollout_idle_s(self) -> float: ...
+
+    @property
+    def rollout_busy_s(self) -> float: ...
 
 
 class Bound(NamedTuple):
@@ -43,18 +51,33 @@ def bound_by(*, learner_waits: float, rollouts_wait: float, has_rewards: bool = 
     return Bound("rollout-bound", learner) if learner_waits > rollouts_wait else Bound("learner-bound", rollouts)
 
 
+def newest(records: Sequence[TrainRecord], number: int = WINDOW + 1) -> list[TrainRecord]:
+    """Return the last records, but none of before the last start of the learner."""
+    last = records[-1:]
+    started = last[0].num_train_steps - last[0].steps_since_start if last else 0
+    return [record for record in records[-number:] if record.num_train_steps > started]
+
+
+def idle_share(now: _WorkerTimes, before: _WorkerTimes, *, unknown: float = 0.0) -> float:
+    """Return the share of the workers' time in which they decoded nothing; `unknown` if they report no time.
+
+    Of the times that the workers report, so their number may change meanwhile.
+    """
+    idle_s, busy_s = now.rollout_idle_s - before.rollout_idle_s, now.rollout_busy_s - before.rollout_busy_s
+    return idle_s / (idle_s + busy_s) if idle_s >= 0 and busy_s >= 0 and idle_s + busy_s > 0 else unknown
+
+
 def shares_of(records: Sequence[TrainRecord]) -> tuple[float, float]:
     """Return the shares of the time from the first record to the last in which the learner and the rollouts waited."""
     first, last = records[0], records[-1]
-    seconds = last.wall_s - first.wall_s
-    waits_s = (last.learner_idle_s - first.learner_idle_s, last.rollout_idle_s - first.rollout_idle_s)
-    learner, rollouts = (min(1.0, max(0.0, wait_s / seconds)) if seconds > 0 else 0.0 for wait_s in waits_s)
-    return learner, rollouts
+    seconds, wait_s = last.wall_s - first.wall_s, last.learner_idle_s - first.learner_idle_s
+    return min(1.0, max(0.0, wait_s / seconds)) if seconds > 0 else 0.0, idle_share(last, first)
 
 
 def bound_of(records: Sequence[TrainRecord]) -> Bound | None:
-    """Name the bound of the steps after the first record, which waits for the start; None if there are too few."""
-    if len(records) < _LEAST_RECORDS:
+    """Name the bound of the newest steps but the first, which waits for the start; None if there are too few."""
+    recent = newest(records)
+    if len(recent) < _LEAST_RECORDS:
         return None
-    learner, rollouts = shares_of(records)
+    learner, rollouts = shares_of(recent)
     return bound_by(learner_waits=learner, rollouts_wait=rollouts)

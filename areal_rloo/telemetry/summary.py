@@ -36,7 +36,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     warm_start_s: float
     wall_s: float
     learner_idle_s: float
-    rollout_idle_s: float
+    rollout_idle_s: float  # all workers, like the next
+    rollout_busy_s: float
     skipped_steps: int
     failed_checkpoints: int
 
@@ -65,6 +66,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
                 "wall": self.wall_s,
                 "learner_idle": self.learner_idle_s,
                 "rollout_idle": self.rollout_idle_s,
+                "rollout_busy": self.rollout_busy_s,
             },
             "skipped_steps": self.skipped_steps,
             "failed_checkpoints": self.failed_checkpoints,
@@ -137,6 +139,7 @@ def summarize_killed(folder: Path, *, warm_start_s: float) -> Summary:
         wall_s=last.wall_s,
         learner_idle_s=last.learner_idle_s,
         rollout_idle_s=last.rollout_idle_s,
+        rollout_busy_s=last.rollout_busy_s,
         skipped_steps=last.skipped_steps,
         failed_checkpoints=last.failed_checkpoints,
     )
@@ -157,6 +160,7 @@ def _untrained(evaluations: Sequence[EvalRecord], warm_start_s: float) -> Summar
         wall_s=0.0,
         learner_idle_s=0.0,
         rollout_idle_s=0.0,
+        rollout_busy_s=0.0,
         skipped_steps=0,
         failed_checkpoints=0,
     )

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from areal_rloo.config import Config
 from areal_rloo.inspect.shown import visible_line
-from areal_rloo.telemetry.bound import WINDOW, bound_of
+from areal_rloo.telemetry.bound import bound_of
 from areal_rloo.telemetry.health import Symptom
 from areal_rloo.telemetry.records import EvalRecord, Record, TrainRecord
 from areal_rloo.telemetry.summary import exit_reason_of
@@ -44,7 +44,7 @@ def _state(folder: Path, config: Config, train: Sequence[TrainRecord], evaluatio
     done = train[-1].num_train_steps if train else 0
     words = [f"{folder.resolve().name}: step {done}/{config.learner.num_train_steps}"]
     words += [f"ended: {visible_line(reason)}"] if (reason := exit_reason_of(folder)) else []
-    bound = bound_of(train[-WINDOW - 1 :])
+    bound = bound_of(train)
     words += [] if bound is None else [f"{bound.name} ({bound.waits})"]
     words += [
         f"{visible_line(name)} {one.result[1]:.3f} at version {one.policy_version}" for name, one in evaluations.items()

@@ -41,6 +41,10 @@ def test_the_sweep_of_splits_equals_the_result_file() -> None:
     assert [load["advised_over_best"] for load in loads] == [1.0, 1.0]
     medians = [{row["ranks"]: statistics.median(row["tokens_per_s"]) for row in load["splits"]} for load in loads]
     assert f"two ranks train {medians[0][2] / medians[0][1]:.2f} times as fast as one" in MEASURED
+    over = [
+        row["forecast"] / statistics.median(row["tokens_per_s"]) - 1 for load in loads for row in load["splits"][2:]
+    ]
+    assert f"was {100 * over[0]:.0f} % and {100 * over[1]:.0f} % too high" in document("advice.md").replace("\n", " ")
     assert f"with {medians[1][2] / medians[1][1]:.2f} of the best throughput" in MEASURED
 
 

@@ -24,6 +24,7 @@ READ_ELSEWHERE = {
     *("num_workers", "filtered_prompts", "truncated_prompts", "ledger", "loss", "entropy", "kl_coefficient"),
     *("learning_rate", "times_s", "wait_s", "train_step_s", "completion_tokens_mean", "completion_tokens_std"),
     *("longest_of_group_mean", "idle_share", "rollout_busy_s", "decoding_s", "epoch"),
+    *("policy_tokens", "steps_since_start", "completion_tokens_max"),
 }
 READERS = {PACKAGE / path for path in ("telemetry/health.py", "telemetry/trackers.py", "top/screen.py")}
 SOURCES = {path: path.read_text(encoding="utf-8") for path in set(PACKAGE.rglob("*.py")) - READERS}

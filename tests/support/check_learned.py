@@ -49,7 +49,8 @@ def idle_shares(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     first, last = steps[0], steps[-1]
     wall_s = last["wall_s"] - first["wall_s"]
     learner_s = sum(step["wait_s"] for step in steps[1:])
-    return learner_s / wall_s, (last["rollout_idle_s"] - first["rollout_idle_s"]) / wall_s
+    idle_s, busy_s = (last[key] - first[key] for key in ("rollout_idle_s", "rollout_busy_s"))
+    return learner_s / wall_s, idle_s / (idle_s + busy_s)
 
 
 def main() -> int:

@@ -21,9 +21,10 @@ def measured_steps(
         decode_s = TOKENS / size * (0.001 + 0.0001 * size)
         busy_s, decoding_s = busy_s + decode_s, decoding_s + size * decode_s
         numbers = {
-            **{"num_train_steps": number, "policy_version": number, "num_workers": 1},
+            **{"num_train_steps": number, "policy_version": number, "steps_since_start": number, "num_workers": 1},
             **{"wall_s": 5.0 + number * (TRAIN_S + OTHER_S + wait_s), "wait_s": wait_s, "train_step_s": TRAIN_S},
-            **{"learner_idle_s": number * wait_s, "rollout_idle_s": 0.0, "trained_tokens": TOKENS},
+            **{"learner_idle_s": number * wait_s, "rollout_idle_s": 0.0, "masked_token_share": 0.0},
+            **{"policy_tokens": TOKENS, "trained_tokens": TOKENS, "completion_tokens_max": 96},
             **{"generated_tokens": number * TOKENS, "rollout_busy_s": busy_s, "decoding_s": decoding_s},
             **{"completion_tokens_mean": 40.0, "completion_tokens_std": 10.0, "longest_of_group_mean": 50.0},
             "times_s": {"broadcast": BROADCAST_S},

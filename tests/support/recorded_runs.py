@@ -42,7 +42,7 @@ _OF_THE_LOOP = (  # fields that no replay compares
         "epoch",
         "truncated_prompts",
     ),
-    *("rollout_busy_s", "decoding_s"),
+    *("rollout_busy_s", "decoding_s", "steps_since_start"),
 )
 _LEDGER = LedgerCounts(admitted=0, trained=0, dropped={}, dropped_tokens={}, buffered=0, in_flight=0)
 

@@ -148,7 +148,7 @@ BY_HAND = [
     # counts
     ("learner.num_ranks=1000", "learner.num_ranks: expected at most"),
     ("rollout.num_workers=1000", "rollout.num_workers: expected at most"),
-    ("rollout.num_workers=1000000", "rollout.num_workers: expected int <= 4096"),
+    ("rollout.num_workers=1000000", "rollout.num_workers: expected int <= 1024"),
     ("rollout.num_workers=-1", "rollout.num_workers: expected auto, or a number from 1; the value is -1"),
     ("rollout.num_workers=two", "rollout.num_workers: expected auto, or a number from 1; the value is 'two'"),
     ("rollout.num_reward_workers=4000", "rollout.num_reward_workers: expected at most"),

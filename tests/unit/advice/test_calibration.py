@@ -10,6 +10,8 @@ import pytest
 from support.measured_steps import TOKENS, measured_steps
 
 from areal_rloo.advice.calibration import Load, calibrated, drawn_lengths, merged, setup_of
+from areal_rloo.advice.forecast import forecast
+from areal_rloo.advice.simulation import Speeds, simulate
 from areal_rloo.config import Config, load_config
 from areal_rloo.errors import DataError
 from areal_rloo.telemetry.records import LedgerCounts, TrainRecord
@@ -90,6 +92,75 @@ def ranks_of(num_ranks: int) -> Config:
 
 def with_train_token_s(load: Load, token_s: float) -> Load:
     return replace(load, speeds=replace(load.speeds, train_token_s=token_s))
+
+
+def test_stale_tokens_are_computed_and_no_share_of_the_loss(make_train_record: MakeTrainRecord, config: Config) -> None:
+    """A quarter of the tokens is past the bound, which the simulation finds itself; a third of the others is masked."""
+    masked = {"masked_token_share": 0.25, "trained_tokens": TOKENS // 2}
+    load = calibrated(measured_steps(make_train_record, [16, 16, 16], **masked), config)
+    assert load.loss_share == pytest.approx(2 / 3)
+    assert load.speeds.train_token_s == pytest.approx(1.4 / TOKENS)
+    assert load.lengths.mean() == pytest.approx(40, rel=0.01)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_simulated_run_with_stale_tokens_is_forecast_again(
+    max_staleness: int, make_train_record: MakeTrainRecord
+) -> None:
+    options = [
+        "rollout.num_slots=16",
+        "learner.groups_per_step=8",
+        f"algorithm.max_staleness={max_staleness}",
+        "rollout.sampling.max_new_tokens=800",
+    ]
+    config = load_config("quickstart.yaml", options)
+    speeds = Speeds(decode_fixed_s=1e-3, decode_each_s=1e-4, train_fixed_s=0.1, train_token_s=6e-5, broadcast_s=0.05)
+    setup, lengths = setup_of(config), drawn_lengths(mean=40, std=80, longest_of_group=150, group_size=8, most=800)
+    steps = simulate(speeds, setup, lengths)[5:25]
+    tokens = [step.trained_tokens + step.masked_tokens for step in steps]
+    records = [
+        msgspec.structs.replace(
+            record,
+            policy_tokens=round(num),
+            trained_tokens=round(step.trained_tokens),
+            masked_token_share=step.masked_tokens / num,
+            train_step_s=speeds.train_s(num, 1),
+            wall_s=step.ended_s,
+            wait_s=step.wait_s,
+            times_s={"broadcast": 0.05},
+        )
+        for record, num, step in zip(
+            measured_steps(
+                make_train_record,
+                [12, 16] * 10,
+                **{"completion_tokens_std": 80.0, "longest_of_group_mean": 150.0, "completion_tokens_max": 800},
+            ),
+            tokens,
+            steps,
+            strict=True,
+        )
+    ]
+    rate = sum(step.trained_tokens for step in steps[1:]) / (steps[-1].ended_s - steps[0].ended_s)
+    assert (sum(step.masked_tokens for step in steps) > 0.1 * sum(tokens)) == (max_staleness == 1)
+    assert forecast(calibrated(records, config), setup).tokens_per_s == pytest.approx(rate, rel=0.05)
+
+
+def test_a_sample_of_several_completions_has_the_tokens_of_all(
+    make_train_record: MakeTrainRecord, config: Config
+) -> None:
+    """An episode whose turns are completions of their own: three of 40 tokens, one after the other."""
+    several = measured_steps(make_train_record, [16] * 4, policy_tokens=3 * TOKENS, trained_tokens=3 * TOKENS)
+    single = [
+        msgspec.structs.replace(
+            record, completion_tokens_mean=120.0, completion_tokens_std=30.0, longest_of_group_mean=150.0
+        )
+        for record in several
+    ]
+    long = load_config("quickstart.yaml", ["rollout.num_slots=16", "rollout.sampling.max_new_tokens=288"])
+    found = calibrated(several, config)
+    assert found.lengths.mean() == pytest.approx(120, rel=0.01)
+    assert found.speeds.train_token_s == pytest.approx(1.4 / (3 * TOKENS))
+    assert forecast(found, setup_of(config)) == forecast(calibrated(single, long), setup_of(config))
 
 
 def test_dropped_samples_lower_the_kept_share(make_train_record: MakeTrainRecord, config: Config) -> None:

@@ -10,8 +10,10 @@ from support.measured_steps import measured_steps
 
 from areal_rloo.advice.calibration import Load, drawn_lengths
 from areal_rloo.advice.forecast import best_setup, bottleneck, bottleneck_of_run, forecast, splits
+from areal_rloo.advice.shrinking import shrunk
 from areal_rloo.advice.simulation import Setup, Speeds
 from areal_rloo.config import load_config
+from areal_rloo.telemetry.bound import newest
 from areal_rloo.telemetry.records import LedgerCounts, TrainRecord
 
 SETUP = Setup(
@@ -66,6 +68,52 @@ def test_a_huge_bound_does_not_make_the_search_long() -> None:
     assert setup.pipeline_depth <= 64
 
 
+@pytest.mark.parametrize("eval_every", [1, 3, 10, 20, 25, 50, 200])
+def test_evaluations_cost_their_share_of_slow_rollouts(eval_every: int) -> None:
+    """However rare: of `eval_every` steps, one evaluation decodes as many samples as four steps."""
+    measured, setup = load(1e-4, 1e-5), replace(SETUP, num_ranks=2, num_eval=4 * 128)
+    rate = forecast(measured, replace(setup, eval_every=0)).tokens_per_s
+    evaluating = forecast(measured, replace(setup, eval_every=eval_every)).tokens_per_s
+    # A single evaluation runs at a time, and takes half of the engine.
+    assert evaluating == pytest.approx(rate * max(0.5, 1 / (1 + 4 / eval_every)), rel=0.05)
+
+
+def test_an_evaluation_at_the_start_is_no_part_of_a_forecast() -> None:
+    measured = load(1e-4, 1e-5)
+    assert forecast(measured, replace(SETUP, num_eval=50_000, eval_every=0)) == forecast(measured, SETUP)
+
+
+@pytest.mark.parametrize("ratio", [0.6, 1.0, 1.6])
+@pytest.mark.parametrize(
+    ("num_workers", "groups_per_step", "kept_share", "most_samples"),
+    [(32, 512, 1.0, 512), (2, 512, 1.0, 256), (1, 512, 0.25, 1024)],
+)
+def test_a_shrunk_run_has_nearly_the_forecast_of_the_whole(
+    num_workers: int, groups_per_step: int, kept_share: float, most_samples: int, ratio: float
+) -> None:
+    """`ratio`: of the seconds of generating to those of training."""
+    decode_s = 1e-4 * 2  # a token, of 16 slots
+    train_token_s = decode_s / num_workers / ratio / kept_share
+    measured = replace(load(1e-4, train_token_s), kept_share=kept_share)
+    setup = replace(SETUP, num_workers=num_workers, groups_per_step=groups_per_step, pipeline_depth=2)
+    small, whole = forecast(measured, setup, most_samples=most_samples), forecast(measured, setup, most_samples=10**9)
+    kept = replace(setup, kept_share=kept_share)
+    assert shrunk(measured.speeds, kept, 4, most_samples).setup.groups_per_step <= groups_per_step / 2
+    assert small.tokens_per_s == pytest.approx(whole.tokens_per_s, rel=0.08)
+    for name in ("staleness", "masked_share", "wait_share", "idle_share"):
+        assert getattr(small, name) == pytest.approx(getattr(whole, name), abs=0.2 if name == "staleness" else 0.06), (
+            name
+        )
+
+
+def test_a_run_of_any_size_is_shrunk_to_a_few_samples() -> None:
+    for num_workers, groups_per_step, num_slots in ((1, 1 << 20, 64), (1024, 1 << 16, 256), (1024, 4096, 1)):
+        setup = replace(SETUP, num_workers=num_workers, groups_per_step=groups_per_step, num_slots=num_slots)
+        small = shrunk(load(1e-4, 1e-4).speeds, setup, 16).setup
+        assert small.groups_per_step * 16 <= 16_384, "twice the aim"
+        assert small.num_workers <= 1024
+
+
 def test_groups_that_a_filter_drops_cost_rollouts() -> None:
     """The rollouts are the bottleneck: a quarter of the groups gives a quarter of the tokens, and another split."""
     measured, setup = load(1e-4, 1e-5), replace(SETUP, num_ranks=2)
@@ -96,6 +144,29 @@ def test_the_sentence_of_slow_rewards_names_their_processes() -> None:
 def test_the_sentence_beyond_the_known_ordinals_still_reads() -> None:
     words = sentence(load(1e-3, 1e-5), replace(SETUP, num_workers=7))
     assert "; another worker, with more cores or another GPU, would raise" in words
+
+
+def test_the_gain_of_many_workers_is_that_of_a_tenth_more() -> None:
+    """Another worker beside 256 would bring 0.4 %, which reads like nothing."""
+    setup = replace(SETUP, num_workers=40, groups_per_step=320, num_slots=4)
+    words = sentence(load(1e-3, 1e-7), setup)
+    assert words.startswith("rollout-bound: ")
+    assert "; 4 more workers, with more cores or another GPU, would raise throughput by about " in words
+    assert 8 <= int(words.split()[-2]) <= 12
+
+
+def test_a_small_gain_is_not_called_nothing() -> None:
+    measured = load(1e-4, 1e-4)
+    slow = replace(measured, speeds=replace(measured.speeds, train_fixed_s=100.0))
+    words = bottleneck(slow, SETUP, wait_share=0.0, idle_share=0.9)
+    assert words.endswith(
+        "a second learner rank, with more cores or another GPU, would raise throughput by about 0.3 %"
+    )
+
+
+def test_a_learner_with_the_most_workers_gets_no_advice_on_another() -> None:
+    words = bottleneck(load(1e-3, 1e-6), replace(SETUP, num_workers=1024), wait_share=0.9, idle_share=0.0)
+    assert words.endswith("; a learner takes no more workers; make each faster, with more devices")
 
 
 @pytest.mark.parametrize("num_devices", [3, 8])
@@ -168,6 +239,25 @@ def test_splits_use_the_devices_of_tensor_parallel_workers_and_replicas() -> Non
     assert splits(1, per_worker=1) == []
 
 
+def test_splits_stay_within_what_a_run_takes() -> None:
+    """4,096 ranks, 1,024 workers, and no more ranks than samples."""
+    assert splits(6, per_worker=1, most_ranks=2) == [(1, 5), (2, 4)]
+    huge = splits(10**12, per_worker=4)
+    assert (huge[0], huge[-1], len(huge)) == ((1, 1024), (4096, 1024), 4096)
+    assert splits(1026, per_worker=1)[:3] == [(1, 1024), (2, 1024), (3, 1023)]
+
+
+def test_a_search_among_many_splits_ends_near_the_best() -> None:
+    measured, setup = load(1e-4, 1e-5), replace(SETUP, groups_per_step=64)
+    choices = splits(200, per_worker=1)
+    best, found = best_setup(measured, setup, choices, slots=[16])
+    some = [
+        forecast(measured, replace(best, num_ranks=ranks, num_workers=workers)).tokens_per_s
+        for ranks, workers in choices[:: len(choices) // 20]
+    ]
+    assert found.tokens_per_s >= 0.95 * max(some)
+
+
 def test_a_run_says_which_half_waits(make_train_record: Callable[..., TrainRecord]) -> None:
     config = load_config("quickstart.yaml", ["rollout.num_slots=16"])
     all_kept = LedgerCounts(admitted=9, trained=9, dropped={}, dropped_tokens={}, buffered=0, in_flight=0)
@@ -176,6 +266,25 @@ def test_a_run_says_which_half_waits(make_train_record: Callable[..., TrainRecor
     assert words.startswith("rollout-bound: the learner waits 50 %; a second worker, with more cores or another GPU, ")
     # A worker decodes 384 * 40 tokens in 2.5 s, so the next bound is the learner, with 1.5 s a step.
     assert 60 <= int(words.split()[-2]) <= 67
+
+
+def test_a_restart_of_the_learner_is_no_part_of_the_sentence(make_train_record: Callable[..., TrainRecord]) -> None:
+    """After a restart the learner waits for the first batch, and trains slowly at first."""
+    config = load_config("quickstart.yaml", ["rollout.num_slots=16"])
+    records = measured_steps(make_train_record, [16] * 16, wait_s=0.0)
+    restarted = [
+        msgspec.structs.replace(
+            record,
+            steps_since_start=record.num_train_steps - 8,
+            wall_s=record.wall_s + 300,
+            learner_idle_s=record.learner_idle_s + 200,
+            train_step_s=record.train_step_s + 100 * (record.num_train_steps == 9),
+        )
+        for record in records[8:]
+    ]
+    assert newest([*records[:8], *restarted]) == restarted
+    assert bottleneck_of_run([*records[:8], *restarted], config) == bottleneck_of_run(records[8:], config)
+    assert bottleneck_of_run([*records[:8], *restarted[:2]], config) is None, "two steps since the restart"
 
 
 def test_a_run_that_cannot_tell_says_nothing(make_train_record: Callable[..., TrainRecord]) -> None:
@@ -192,7 +301,7 @@ def test_a_run_that_cannot_tell_says_nothing(make_train_record: Callable[..., Tr
     [
         *("wall_s", "wait_s", "train_step_s", "learner_idle_s", "rollout_idle_s", "rollout_busy_s", "decoding_s"),
         *("completion_tokens_mean", "completion_tokens_std", "longest_of_group_mean"),
-        *("trained_tokens", "generated_tokens"),
+        *("trained_tokens", "generated_tokens", "policy_tokens", "masked_token_share", "steps_since_start"),
     ],
 )
 def test_damaged_numbers_give_a_sentence_or_none(

@@ -135,7 +135,7 @@ def test_a_filter_of_half_the_groups_halves_the_rate_of_slow_rollouts() -> None:
     broadcast_s=st.floats(0, 0.5),
 )
 @settings(max_examples=40, deadline=None)
-def test_a_further_worker_never_lowers_throughput(
+def test_twice_as_many_workers_never_lower_throughput(
     workers: int,
     slots: int,
     eta: int,
@@ -146,11 +146,12 @@ def test_a_further_worker_never_lowers_throughput(
     broadcast_s: float,
 ) -> None:
     speeds = {"train_token_s": train_token_s, "broadcast_s": broadcast_s}
+    # A single further worker can: 16 groups on five workers end later than on four, because a group stays whole.
     options = {
         **{"num_slots": slots, "max_staleness": eta, "pipeline_depth": depth, "num_ranks": ranks},
         **{"stale_tokens": policy, "num_train_steps": 40},
     }
-    fewer, more = (run(MIXED, speeds, num_workers=num, **options) for num in (workers, workers + 1))
+    fewer, more = (run(MIXED, speeds, num_workers=num, **options) for num in (workers, 2 * workers))
     assert rate(more) >= 0.9 * rate(fewer)
     for steps in (fewer, more):
         assert len(steps) == 40

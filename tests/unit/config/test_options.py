@@ -47,7 +47,7 @@ def test_an_option_says_its_values_its_default_and_its_meaning(option: Option) -
     ("key", "values", "default"),
     [
         ("algorithm.max_staleness", "integer from 0", "2"),
-        ("rollout.num_workers", "auto or integer from 1 to 4,096", "1"),
+        ("rollout.num_workers", "auto or integer from 1 to 1,024", "1"),
         ("rollout.sampling.top_p", "number above 0 to 1", "1.0"),
         ("launcher.memory_per_gpu", "bytes: 24000000000, 24GB or 24GiB", "0"),
         ("learner.gradient_checkpointing", "true or false or auto", "false"),

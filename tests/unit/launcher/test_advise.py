@@ -1,5 +1,6 @@
 """The command that advises on a split of the devices."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,6 +91,29 @@ def test_mistakes_of_users_are_named(arguments: list[str], words: str, make_run:
     source = [] if arguments[0].startswith("--from") else [f"--from={make_run('run', 16)}"]
     with pytest.raises(UserError, match=words):
         advise.main(["--config", "quickstart.yaml", *source, *arguments])
+
+
+def test_the_steps_before_a_restart_count_if_those_after_it_are_too_few(
+    make_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run("run", 16, num_steps=8)
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines()
+    first = advice(capsys, f"--from={folder}", "rollout.num_slots=16").splitlines()[0]
+    for number, line in enumerate(lines[6:], start=1):
+        after = {**json.loads(line), "steps_since_start": number, "train_step_s": 99.0}
+        lines[5 + number] = json.dumps(after).encode()
+    (folder / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    assert advice(capsys, f"--from={folder}", "rollout.num_slots=16").splitlines()[0] == first
+
+
+def test_more_devices_than_a_run_takes_are_left_unused(
+    make_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = advice(capsys, f"--from={make_run('run', 16)}", "--devices=1000000000", "rollout.num_slots=16")
+    ranks, workers = (int(text.rpartition(f"{key}=")[2].split()[0]) for key in ("num_ranks", "num_workers"))
+    assert 1 <= ranks <= 384, "a rank for each sample of a step"
+    assert 1 <= workers <= 1024
+    assert f"best for 1,000,000,000 devices, {10**9 - ranks - workers:,} of them unused: " in text
 
 
 def test_a_run_with_too_few_steps_is_refused(make_run: Callable[..., Path]) -> None:

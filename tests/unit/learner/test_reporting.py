@@ -1,6 +1,7 @@
 """The records of a run: rates and totals, also after a resume."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from areal_rloo.intake.work import IntakeStatistics
 from areal_rloo.learner.checkpoint import Checkpoints
 from areal_rloo.learner.reporting import Reporter
 from areal_rloo.learner.state import Totals
+from areal_rloo.telemetry.bound import shares_of
 from areal_rloo.telemetry.health import Health
 from areal_rloo.telemetry.metrics import MetricsFile, read_records
 from areal_rloo.telemetry.records import EvalRecord, LedgerCounts, TrainRecord
@@ -62,6 +64,30 @@ def test_a_rate_counts_the_tokens_since_the_previous_record(
     # Both rates of a record are over the same seconds.
     ratios = [record.generated_tokens_per_s / record.trained_tokens_per_s for record in records]
     assert ratios == pytest.approx([150 / result.masks.num_tokens, 250 / result.masks.num_tokens])
+
+
+def test_the_rollouts_wait_a_share_of_the_time_of_the_workers_there_are(
+    tmp_path: Path, tiny_folders: dict[str, Path], ledger_counts: LedgerCounts
+) -> None:
+    """The config has one worker; eight report, and then none. No worker waits for more than all of its time."""
+    groups = ragged_groups()
+    _, result = spied_step(tiny_folders["qwen2"], groups, step_config())
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    reporter = _reporter(file, Totals())
+    reporter.start_clock()
+    times = [(30.0, 2.0, 1), (38.0, 26.0, 8), (78.0, 26.0, 8), (78.0, 26.0, 0)]
+    for version, (idle_s, busy_s, num_workers) in enumerate(times, start=5):
+        now = _statistics(ledger_counts, rollout_idle_s=idle_s, rollout_busy_s=busy_s, num_workers=num_workers)
+        reporter.train_step(groups, result, now, policy_version=version, times={"waiting": 0.0})
+    reporter.close()
+    file.close()
+    records = [r for r in read_records(tmp_path / "metrics.jsonl") if isinstance(r, TrainRecord)]
+    assert [record.steps_since_start for record in records] == [1, 2, 3, 4]
+    assert [record.rollout_idle_s for record in records] == [0.0, 8.0, 48.0, 48.0]
+    _, *shares = (record.idle_share["rollout"] for record in records)
+    assert shares[:2] == [0.25, 1.0]
+    assert math.isnan(shares[2]), "no worker has reported any time"
+    assert shares_of(records[:2]) == (0.0, 0.25)
 
 
 def test_totals_stay_within_what_a_checkpoint_can_hold(tmp_path: Path, ledger_counts: LedgerCounts) -> None:

@@ -92,6 +92,7 @@ def test_batch_step_and_loop_give_each_field_of_a_record_once(tiny_folders: dict
             "idle_share",
             "rollout_busy_s",
             "decoding_s",
+            "steps_since_start",
         ),
     }
     assert given | of_the_loop == {field.name for field in msgspec.structs.fields(TrainRecord)}
