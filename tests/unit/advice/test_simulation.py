@@ -1,5 +1,6 @@
 """The simulation against closed forms, and its invariants over random setups."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,14 @@ def test_a_straggler_past_the_bound_is_masked_or_waited_for() -> None:
     waited = run(lengths, stale_tokens="wait", num_slots=64)
     assert sum(step.masked_tokens for step in waited) == 0
     assert max(step.wait_s for step in waited) > 1.5 * max(step.wait_s for step in masked)
+
+
+def test_a_masked_token_costs_its_pass() -> None:
+    steps = run(MIXED, {"train_token_s": 1e-5, "train_fixed_s": 0.02}, num_slots=64, groups_per_step=4)
+    for before, step in itertools.pairwise(steps):
+        computed = step.trained_tokens + step.masked_tokens
+        assert step.ended_s - before.ended_s - step.wait_s == pytest.approx(0.02 + 1e-5 * computed)
+    assert sum(step.masked_tokens for step in steps) > 0
 
 
 def test_an_engine_stands_still_for_the_prompt_of_each_group() -> None:
