@@ -191,8 +191,54 @@ def test_only_ratios_with_disjoint_intervals_changed(tmp_path: Path, larger_is_b
     assert lines == [
         "plan: 2026-01-02, abc -> 2026-01-02, abc",
         f"  load: c / b: 1 -> 1.2, {word}",
-        "  1 ratios did not change beyond noise, 0 have no interval",
+        "  1 ratios did not change beyond noise, 0 cannot tell: too few rounds, or another unit",
+        "  0 measured numbers did not change beyond noise, 0 cannot tell: too few rounds, or another unit",
     ]
+
+
+def _numbers(medians: list[float], *, rounds: int = 5, exact: bool = False, **facts: object) -> Numbers:
+    """Return a contestant with these medians over rounds that differ by 1 %."""
+    contestants = {
+        name: _contestant(name, [median * (1 + number / 100) for number in range(rounds)], [])
+        for name, median in zip("ab", medians, strict=True)
+    }
+    case = Case("load", "s", contestants, [("a", "b")], rounds, warm_up=False, exact=exact, facts=facts)
+    return measure(case)
+
+
+def _comparison(tmp_path: Path, before: Numbers, after: Numbers) -> list[str]:
+    results = (msgspec.structs.replace(_result(), cases=[numbers]) for numbers in (before, after))
+    return [line.strip() for line in _compared(tmp_path, *results)[1:] if " did not change " not in line]
+
+
+def test_a_comparison_names_times_and_waits_that_changed_alike(tmp_path: Path) -> None:
+    """Both contestants are ten times as slow: their ratio tells nothing."""
+    before, after = (_numbers([x, 2 * x], half={"p99_ms": x * 50, "workers": 64}) for x in (1.0, 10.0))
+    assert _comparison(tmp_path, before, after) == [
+        "load: a: 1.02 -> 10.2 s, worse",
+        "load: b: 2.04 -> 20.4 s, worse",
+        "load: half p99_ms: 50 -> 500, a fact without an interval",
+    ]
+
+
+def test_numbers_of_two_rounds_change_only_if_they_are_exact(tmp_path: Path) -> None:
+    before, after = ([1.0, 1.0], [3.0, 1.0])
+    for name, exact in (("noisy", False), ("exact", True)):
+        folder = tmp_path / name
+        folder.mkdir()
+        found = _comparison(folder, *(_numbers(medians, rounds=2, exact=exact) for medians in (before, after)))
+        assert found == ["load: a / b: 1 -> 3, worse", "load: a: 1 -> 3.02 s, worse"] * exact
+
+
+def test_numbers_in_another_unit_are_not_compared(tmp_path: Path) -> None:
+    before = _numbers([1.0, 1.0])
+    after = msgspec.structs.replace(_numbers([9.0, 9.0]), unit="ms")
+    assert _comparison(tmp_path, before, after) == []
+
+
+def test_a_quick_result_is_not_compared(tmp_path: Path) -> None:
+    with pytest.raises(IncomparableError, match=r"b/plan.json: expected a result, got one of --quick"):
+        _compared(tmp_path, _result(), msgspec.structs.replace(_result(), quick=True))
 
 
 def test_a_comparison_names_another_machine_and_ratios_it_cannot_judge(tmp_path: Path) -> None:
@@ -203,8 +249,9 @@ def test_a_comparison_names_another_machine_and_ratios_it_cannot_judge(tmp_path:
     )
     assert lines[1:] == [
         "  torch differs: 1 -> 2",
-        "  0 ratios did not change beyond noise, 1 have no interval",
+        "  0 ratios did not change beyond noise, 1 cannot tell: too few rounds, or another unit",
         "  in one of the two alone: load: c / b",
+        "  0 measured numbers did not change beyond noise, 0 cannot tell: too few rounds, or another unit",
     ]
 
 
