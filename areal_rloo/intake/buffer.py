@@ -97,9 +97,11 @@ class Buffer:
 
     def upcoming(self, policy_version: int) -> list[Group] | None:
         """Return the batch of this later version if no earlier group is complete by then; None if not known."""
+        num_ready = len(self._ready) + len(self._new)
+        deadlines = [*(group.deadline for group in self._new), *([self._ready.first.deadline] if self._ready else [])]
+        if num_ready < self._groups_per_step or min(deadlines) < policy_version:  # some of it may be stale then
+            return None  # without a look at all groups: the learner asks 20 times a second
         first = self._ready.first_of(self._new, self._groups_per_step)
-        if len(first) < self._groups_per_step or first[0].deadline < policy_version:  # some of it may be stale then
-            return None
         return [group.group for group in sorted(first, key=lambda group: group.group_id)]
 
     def trained(self) -> None:

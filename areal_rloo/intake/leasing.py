@@ -18,7 +18,7 @@ from areal_rloo.intake.evaluation import Evaluation
 from areal_rloo.intake.fleet import Fleet
 from areal_rloo.intake.ledger import Grant, Ledger, LedgerGroup, Sample
 from areal_rloo.intake.prompts import Prompt, PromptStream
-from areal_rloo.intake.queues import GroupQueue, Room
+from areal_rloo.intake.queues import Room, Waiting
 from areal_rloo.intake.worker import Worker
 from areal_rloo.telemetry import trace
 from areal_rloo.telemetry.logs import get_logger
@@ -46,12 +46,12 @@ class Leasing:
     owes: bool = field(default=False, init=False)  # the last `grants` left some for the next
     _num_turns: int = field(default=0, init=False)  # of workers, at the groups of evaluations
     _first_seed: int = field(init=False)  # of group 0: far from the seeds of every other run seed
-    _queue: GroupQueue = field(init=False)  # all groups with waiting samples, and some that no longer have any
+    _queue: Waiting = field(init=False)
 
     def __post_init__(self) -> None:
         digest = hashlib.blake2b(str(self.config.run.seed).encode(), digest_size=8).digest()
         self._first_seed = int.from_bytes(digest) >> 20 << 20
-        self._queue = GroupQueue(self.ledger.groups.values())
+        self._queue = Waiting(self.ledger.groups.values())
 
     def sample(self, sample_id: SampleId) -> Sample | None:
         """Return a sample of the ledger or of the evaluation; None if the sample has an outcome, or never was."""
@@ -107,13 +107,12 @@ class Leasing:
     def _train_leases(self, policy_version: int, published: int, num_new: int) -> Iterator[tuple[Worker, Lease]]:
         """Lease whole groups to the worker with the most room, liars last, while any worker has room."""
         room = Room(self.fleet, num_new, self.config.algorithm.group_size)
-        passed_over: list[LedgerGroup] = []  # they wait for room at another worker, and take none
         most = _MOST_GRANTED
-        while room and most > 0 and (group := self._next_group(policy_version, published)) is not None:
+        while room and most > 0 and (group := self._next_group(policy_version, published, room)) is not None:
             indices = group.waiting
-            worker = room.take(self._last_holders(group.samples[index] for index in indices))
-            if worker is None:
-                passed_over.append(group)
+            last_holders = self._last_holders(group.samples[index] for index in indices)
+            if (worker := room.take(last_holders)) is None:
+                self._queue.put_aside(group, last_holders)  # takes no room, so others get their turn
                 continue
             version = max(group.admission_version, worker.joined_version)
             seed = (self._first_seed + (group.group_id << 20)) % 2**64  # sample i adds i
@@ -126,17 +125,15 @@ class Leasing:
                 yield worker, self._lease(worker, group.group_id, samples, group.prompt, version, seed)
             room.put_back(worker)
         self.owes |= most <= 0
-        for group in passed_over:
-            self._queue.push(group)
 
-    def _next_group(self, policy_version: int, published: int) -> LedgerGroup | None:
+    def _next_group(self, policy_version: int, published: int, room: Room) -> LedgerGroup | None:
         """Return the group with waiting samples and the earliest deadline, else a new group; None if there is none."""
-        return self._queue.pop_waiting(self.ledger.groups) or self._admit(policy_version, published)
+        return self._queue.pop(self.ledger.groups, room) or self._admit(policy_version, published)
 
-    def _last_holders(self, samples: Iterable[Sample | None]) -> set[str]:
+    def _last_holders(self, samples: Iterable[Sample | None]) -> frozenset[str]:
         """Name the last holder of each sample that has a single attempt left: no worker alone uses up a sample."""
-        most = self.config.wire.max_attempts - 1
-        return {s.leases[-1].worker_id for s in samples if s is not None and s.leases and 0 < most <= s.num_attempts}
+        most, held = self.config.wire.max_attempts - 1, (s for s in samples if s is not None and s.leases)
+        return frozenset(s.leases[-1].worker_id for s in held if 0 < most <= s.num_attempts)
 
     def lose(self, lost: Iterable[Duty], *, is_attempt: bool, num_tokens: int = 0) -> None:
         """Queue the samples of lost duties for another lease; drop a sample after `wire.max_attempts` attempts.

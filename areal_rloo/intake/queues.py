@@ -58,13 +58,44 @@ class GroupQueue:
             del self._num_due[due]
         return self._groups.pop(group_id)
 
-    def pop_waiting(self, live: Mapping[int, LedgerGroup]) -> LedgerGroup | None:
-        """Take out the first live group with samples that wait for a lease, and all before; None if there is none."""
-        while self:
-            group = self.pop()
+
+class Waiting:
+    """The groups with samples that wait for a lease, and some that no longer have any.
+
+    A group that may not go to any worker with room is put aside, by the workers that may not have it. So a message
+    looks at the first group of each such set of workers, and not at all groups. A group may be in several queues; once
+    it is leased, the other queues skip it.
+    """
+
+    def __init__(self, groups: Iterable[LedgerGroup]) -> None:
+        self._queue = GroupQueue(groups)
+        self._aside: dict[frozenset[str], GroupQueue] = {}  # by worker ids
+
+    def __bool__(self) -> bool:
+        return bool(self._queue or self._aside)
+
+    def __iter__(self) -> Iterator[LedgerGroup]:
+        """Yield the groups in any order, some more than once."""
+        return chain.from_iterable((self._queue, *self._aside.values()))
+
+    def push(self, group: LedgerGroup) -> None:
+        self._queue.push(group)
+
+    def put_aside(self, group: LedgerGroup, last_holders: frozenset[str]) -> None:
+        """Keep a group for other workers than these, or for any if no other gets leases."""
+        self._aside.setdefault(last_holders, GroupQueue()).push(group)
+
+    def pop(self, live: Mapping[int, LedgerGroup], room: Room) -> LedgerGroup | None:
+        """Take out the first live group with waiting samples for a worker with room; None if there is none."""
+        while queues := [queue for queue in (self._queue, *self._open_to(room)) if queue]:
+            group = min(queues, key=lambda queue: (queue.first.deadline, queue.first.group_id)).pop()
             if group.waiting and group.group_id in live:
                 return group
         return None
+
+    def _open_to(self, room: Room) -> list[GroupQueue]:
+        self._aside = {holders: queue for holders, queue in self._aside.items() if queue}
+        return [queue for holders, queue in self._aside.items() if room.allows(holders)]
 
 
 class Room:
@@ -86,10 +117,17 @@ class Room:
     def __len__(self) -> int:
         return len(self._heap)
 
+    def allows(self, last_holders: Collection[str]) -> bool:
+        """Return True if `take` would give a worker."""
+        return any(rank[-1] not in last_holders for rank in self._heap) or not self._others_get_leases(last_holders)
+
+    def _others_get_leases(self, last_holders: Collection[str]) -> bool:
+        return any(w.gets_leases for name, w in self._fleet.alive.items() if name not in last_holders)
+
     def take(self, last_holders: Collection[str]) -> Worker | None:
         """Take the first worker out, but none of `last_holders` if another worker gets leases; None if none is left."""
         alive = self._fleet.alive
-        if not last_holders or not any(w.gets_leases for name, w in alive.items() if name not in last_holders):
+        if not last_holders or not self._others_get_leases(last_holders):
             return alive[heapq.heappop(self._heap)[-1]]
         rank = min((rank for rank in self._heap if rank[-1] not in last_holders), default=None)
         if rank is None:

@@ -9,6 +9,7 @@ from support.intakes import LEARNER, ONE_GROUP, VOCAB_SIZE, duties_of, fail, mak
 from areal_rloo.intake.evaluation import EvalSet, Evaluation
 from areal_rloo.intake.intake import Intake
 from areal_rloo.intake.prompts import Prompt
+from areal_rloo.intake.queues import GroupQueue
 from areal_rloo.intake.saved_ledger import ledger_of, ledger_state
 from areal_rloo.intake.worker import LAST_OUTCOMES
 from areal_rloo.trajectory import Completion, Item, Trajectory
@@ -138,6 +139,41 @@ def test_any_worker_may_have_the_last_attempt_after_a_restart() -> None:
     assert [duty.sample_id for duty in duties_of(intake.handle("w", _hello("w"), 0.0), "w")] == [(0, 0), (0, 1)]
     _goes(intake, failed=True)
     assert intake.statistics().ledger.dropped == {"max_attempts": 2}
+
+
+@pytest.mark.parametrize("num_groups", [10, 400])
+def test_groups_that_wait_for_another_worker_cost_a_message_nothing(
+    num_groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("wire.max_attempts=2", f"learner.groups_per_step={num_groups}", "algorithm.max_staleness=0")
+    intake = make_intake(make_offers(), *ONE_GROUP, *options)
+    intake.fleet._most_samples = 2 * num_groups
+    others = duties_of(intake.handle("x", _hello("x", capacity=4), 0.0), "x")
+    intake.handle("w", _hello("w", capacity=2 * num_groups), 0.0)
+    _grant_all(intake)
+    mine = sorted(intake.fleet.alive["w"].duties)
+    assert (len(others), len(mine)) == (4, 2 * num_groups - 4)
+    intake.disconnected("w", 1.0)
+    intake.handle("w again", _hello("w", "2", capacity=2 * num_groups), 2.0)
+    assert duties_of(intake.tick(2.5)) == [], "w alone has room, and may have none of them"
+    assert intake.fleet.alive["w"].free_samples == 2 * num_groups
+    pops: list[int] = []
+    pop = GroupQueue.pop
+    monkeypatch.setattr(GroupQueue, "pop", lambda self: pops.append(0) or pop(self))
+    assert duties_of(intake.tick(2.75)) == []
+    assert not pops
+    again = duties_of(fail(intake, "x", others[:2], "reward_unavailable"), "x")
+    assert [duty.sample_id for duty in again] == [duty.sample_id for duty in mine[:2]]
+    assert len(pops) <= 3, "the group of the failed samples for w, and the first for x"
+    intake.handle("x", Goodbye(LEARNER, Work()), 3.0)
+    _grant_all(intake)
+    assert len(intake.fleet.alive["w"].duties) == 2 * num_groups, "no other worker is left"
+
+
+def _grant_all(intake: Intake) -> None:
+    intake.grants()
+    while intake.owes_grants:
+        intake.grants()
 
 
 def test_a_last_attempt_waits_for_room_at_another_worker() -> None:

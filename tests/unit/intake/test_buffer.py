@@ -16,6 +16,7 @@ from areal_rloo.intake.buffer import Buffer
 from areal_rloo.intake.group_filter import load_group_filter
 from areal_rloo.intake.ledger import Grant, Ledger
 from areal_rloo.intake.prompts import Prompt
+from areal_rloo.intake.queues import GroupQueue
 from areal_rloo.trajectory import Completion, Group, Item, Trajectory
 
 GROUPS_PER_STEP = 3
@@ -190,6 +191,22 @@ def test_a_group_past_the_bound_is_dropped_and_its_prompt_returns(policy: str) -
     assert bench.buffer.take(10, is_last=lambda: False) is None
     assert bench.dropped() == {"stale": 2 * GROUPS_PER_STEP}
     assert given_back == [(0, 0)] * GROUPS_PER_STEP
+
+
+def test_a_look_for_a_batch_that_is_not_there_sorts_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner looks 20 times a second, at any number of ready groups."""
+    bench, sorted_groups = _Bench(), []
+    first_of = GroupQueue.first_of
+    monkeypatch.setattr(GroupQueue, "first_of", lambda *given: sorted_groups.append(0) or first_of(*given))
+    for _ in range(GROUPS_PER_STEP - 1):
+        bench.complete(1.0, 0.0)
+        assert bench.buffer.upcoming(0) is None
+    bench.complete(1.0, 0.0)
+    assert bench.buffer.upcoming(10) is None, "past the deadlines"
+    assert not sorted_groups
+    upcoming = bench.buffer.upcoming(9)
+    assert upcoming is not None and [group.trajectories[0].group_id for group in upcoming] == [0, 1, 2]
+    assert len(sorted_groups) == 1
 
 
 def test_a_trained_step_is_freed_group_by_group_as_others_arrive() -> None:
