@@ -19,7 +19,7 @@ from typing import Protocol
 
 import msgspec
 
-from areal_rloo.config import Config
+from areal_rloo.config import MOST_WORKERS, Config
 from areal_rloo.decoding import from_json
 from areal_rloo.errors import DecodeError, PreflightError, UserError
 from areal_rloo.files import read_regular, write_atomically
@@ -120,9 +120,10 @@ def check_number(num_workers: int, config: Config) -> None:
     Raises:
         PreflightError: no run of this config can have this number of workers.
     """
-    most = len(config.rollout.server_urls)
-    if num_workers < 1 or (most and num_workers > most):
-        expected = f"1 to {most}, the number of rollout.{config.rollout.engine}.urls" if most else "at least 1"
+    num_urls = len(config.rollout.server_urls)
+    if not 1 <= num_workers <= (num_urls or MOST_WORKERS):
+        why = f", the number of rollout.{config.rollout.engine}.urls" * bool(num_urls)
+        expected = f"1 to {num_urls or MOST_WORKERS}{why}"
         raise PreflightError(f"num_workers: expected {expected}, got {num_workers}; drain the run to end all workers")
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from areal_rloo.config import Config, validate
-from areal_rloo.errors import PreflightError
+from areal_rloo.config import MOST_WORKERS, Config, validate
+from areal_rloo.errors import ConfigError, PreflightError
 
 _LEARNER_SHARE = 4  # with `auto` counts, a quarter of the GPUs learns: generation takes the most time
 
@@ -123,6 +123,11 @@ def with_counts(config: Config, hosts: Sequence[Host]) -> Config:
             num_workers = max(1, sum(gpus // worker_gpus for gpus in left))
         else:
             num_workers = len(hosts)
+    if num_workers > MOST_WORKERS:
+        raise ConfigError(
+            f"rollout.num_workers: expected at most {MOST_WORKERS}, auto gives {num_workers} on these hosts; set a "
+            "number, or raise rollout.tensor_parallel"
+        )
     counted = msgspec.structs.replace(
         config,
         learner=msgspec.structs.replace(config.learner, num_ranks=num_ranks),

@@ -82,7 +82,8 @@ def test_a_running_run_gets_more_workers_then_fewer(start: Callable[..., Run]) -
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--workers=0"], "num_workers: expected at least 1, got 0"),
+        (["--workers=0"], "num_workers: expected 1 to 1024, got 0"),
+        (["--workers=1025"], "num_workers: expected 1 to 1024, got 1025"),
         (["--workers=2"], "no launcher runs here"),
         (
             ["--workers=many"],

@@ -169,6 +169,14 @@ def test_auto_gives_a_quarter_of_the_gpus_to_the_learner() -> None:
         assert (config.learner.num_ranks, config.rollout.num_workers) == (ranks, workers), overrides
 
 
+def test_more_hosts_than_a_learner_takes_workers_are_refused() -> None:
+    assert with_counts(config_of("rollout.num_workers=auto"), hosts(1024, gpus=0)).rollout.num_workers == 1024
+    with pytest.raises(
+        ConfigError, match=r"rollout.num_workers: expected at most 1024, auto gives 1025 on these hosts"
+    ):
+        with_counts(config_of("rollout.num_workers=auto"), hosts(1025, gpus=0))
+
+
 def test_auto_without_gpus_is_one_rank_and_a_worker_per_host() -> None:
     config = with_counts(config_of("rollout.num_workers=auto", "learner.num_ranks=auto"), hosts(3, gpus=0))
     assert (config.learner.num_ranks, config.rollout.num_workers) == (1, 3)
