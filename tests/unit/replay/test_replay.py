@@ -90,7 +90,7 @@ def test_a_replay_equals_the_run_to_the_bit(
     output = capsys.readouterr().out
     assert f"{beginning}: steps {steps[0]} to {steps[-1]}, on cpu, torch threads" in output
     assert list(_results(output)) == list(steps)
-    assert all(result.startswith("equal, all 50 numbers") for result in _results(output).values()), output
+    assert all(result.startswith("equal, all 51 numbers") for result in _results(output).values()), output
     assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in run_folder.rglob("*")} == before
 
 
