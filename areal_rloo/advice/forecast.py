@@ -82,6 +82,7 @@ def forecast(load: Load, setup: Setup, *, most_samples: int = MOST_SAMPLES) -> F
         speeds,
         replace(small, num_train_steps=last + small.pipeline_depth + 1, eval_every=LAST if is_rare else period),
         load.lengths,
+        num_steps=last,
     )
     sums = _Sums.of(steps[FIRST - 2], steps[FIRST - 1 : FIRST - 1 + length])
     if is_rare:

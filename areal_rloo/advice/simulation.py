@@ -192,10 +192,10 @@ class _Simulation:
         self._order = count()
         self._steps: list[Step] = []
 
-    def run(self) -> list[Step]:
-        """Run to the last train step."""
+    def run(self, num_steps: int) -> list[Step]:
+        """Run for this many train steps."""
         self._lease()
-        while self._version < self._setup.num_train_steps:
+        while len(self._steps) < num_steps:
             self._now_s, _, event = heapq.heappop(self._events)
             event()
         return self._steps
@@ -347,9 +347,11 @@ class _Simulation:
             self._tend(engine)
 
 
-def simulate(speeds: Speeds, setup: Setup, lengths: npt.NDArray[np.float64]) -> list[Step]:
-    """Simulate a run to the last train step.
+def simulate(
+    speeds: Speeds, setup: Setup, lengths: npt.NDArray[np.float64], *, num_steps: int | None = None
+) -> list[Step]:
+    """Simulate the first train steps of a run, by default all.
 
     `lengths`: tokens of completions, [num_groups, group_size], used in order, again and again.
     """
-    return _Simulation(speeds, setup, lengths).run()
+    return _Simulation(speeds, setup, lengths).run(setup.num_train_steps if num_steps is None else num_steps)

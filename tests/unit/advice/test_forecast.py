@@ -78,6 +78,11 @@ def test_evaluations_cost_their_share_of_slow_rollouts(eval_every: int) -> None:
     assert evaluating == pytest.approx(rate * max(0.5, 1 / (1 + 4 / eval_every)), rel=0.05)
 
 
+def test_a_huge_depth_is_simulated_for_the_counted_steps_alone() -> None:
+    huge, deep = (replace(SETUP, max_staleness=num, pipeline_depth=num) for num in (1_000_000, 100))
+    assert forecast(load(1e-4, 1e-4), huge) == forecast(load(1e-4, 1e-4), deep)
+
+
 def test_an_evaluation_at_the_start_is_no_part_of_a_forecast() -> None:
     measured = load(1e-4, 1e-5)
     assert forecast(measured, replace(SETUP, num_eval=50_000, eval_every=0)) == forecast(measured, SETUP)
