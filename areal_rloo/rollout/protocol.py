@@ -287,7 +287,7 @@ class WorkerProtocol:
         return min(self._heartbeat_due_s, self._hello_due_s) if self._wants_hello else self._heartbeat_due_s
 
     def goodbye(self, engine: EngineState, *, failed: bool) -> wire.Goodbye:
-        """Return the last message; `failed`: an error ends the worker."""
+        """Return the last message; `failed`: an error ends the worker, and a sample may be why."""
         return wire.Goodbye(self.learner_id, engine.work, failed)
 
     def _hello(self, now_s: float, engine: EngineState) -> wire.Hello:

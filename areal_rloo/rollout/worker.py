@@ -24,6 +24,7 @@ from areal_rloo.errors import (
     EpisodeError,
     SampleError,
     WeightsError,
+    WentBackError,
     described,
     shortened,
 )
@@ -86,8 +87,7 @@ class RolloutWorker:
         self._asked_for_partials = asyncio.Event()
         self._deadlines = Deadlines(config.rollout.episode.timeout_s)
         self._notice: wire.WeightsNotice | None = None  # the newest
-        self._noticed = asyncio.Event()
-        self._due = asyncio.Event()  # there may be a message to send
+        self._noticed, self._due = asyncio.Event(), asyncio.Event()  # due: there may be a message to send
         self._num_episodes, self._drained = 0, False
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -124,10 +124,11 @@ class RolloutWorker:
             await self._tell_partials()
             self._send_now()
         await cancel([*tasks, *(task for task, _ in self._episodes.values())])
-        self._channel.send(self._protocol.goodbye(self._engine_state(), failed=failed))
-        for task in tasks:
-            if task in done and (fault := fault_of(task)) is not None:
-                raise fault
+        faults = [fault for task in tasks if task in done and (fault := fault_of(task)) is not None]
+        went_back = any(isinstance(fault, WentBackError) for fault in faults)  # then no sample is why
+        self._channel.send(self._protocol.goodbye(self._engine_state(), failed=failed and not went_back))
+        for fault in faults:
+            raise fault
         if self._end.done():
             self._end.result()  # an error of an episode ends this worker
 

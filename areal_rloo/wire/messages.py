@@ -248,7 +248,7 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
 
     learner_id: Name | None
     work: Work
-    failed: bool = False  # an error ends the worker, not a signal or a Drain
+    failed: bool = False  # an error ends the worker, and a sample may be why: no signal, Drain or older learner
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):

@@ -216,6 +216,7 @@ def test_a_learner_of_another_history_ends_the_worker(tiny_folders: dict[str, Pa
         await learner.restart(("another-from-the-beginning", 0))
         await learner.until(lambda: False)
         assert isinstance(learner.last, Goodbye)
+        assert not learner.last.failed, "three such workers would use up the attempts of the samples that they get"
 
     error = play(tiny_folders["qwen2"], SingleTurn(), scenario)
     assert isinstance(error, WentBackError)
